@@ -18,7 +18,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.cluster.prefix_index import MAX_PAGES, Chunk, Position, PrefixIndex, Sighting
+from services.cluster.prefix_index import MAX_PAGES, IndexSlice, Position, PrefixIndex, Sighting
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -287,7 +287,7 @@ class _Reading:
     num_pages: int = 0
     position: Position | None = None
 
-    def goes_on_with(self, chunk: Chunk) -> bool:
+    def goes_on_with(self, chunk: IndexSlice) -> bool:
         """Whether the chunk is of the same set as the ones before, and the set comes to an end."""
         life = None if self.position is None else (self.position.order, self.position.base)
         return life == (chunk.position.order, chunk.position.base) and self.num_pages <= 2 * MAX_PAGES

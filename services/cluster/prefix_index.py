@@ -88,7 +88,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class IndexSlice:
     """A part of what a worker has published, and at which position Redis was then. `cursor` 0: it was the last one."""
 
     position: Position
@@ -344,7 +344,7 @@ class PrefixIndex:
         sightings = [self._sighting(*entry) for entry in found]
         return [sighting for sighting in sightings if sighting is not None], bool(is_all)
 
-    async def read(self, worker_id: str, cursor: int) -> Chunk | None:
+    async def read(self, worker_id: str, cursor: int) -> IndexSlice | None:
         """A part of all that a worker has published, from cursor 0 on. None: there is nothing to read now.
 
         What was there all the while is in one of the chunks at least; what came or went meanwhile may be in them or
@@ -358,7 +358,7 @@ class PrefixIndex:
             return None
         order, base, seq, next_cursor, num_rejected, data = found
         self._store.stats.num_rejected_values += num_rejected
-        return Chunk(Position(order.decode(), int(base), int(seq)), int(next_cursor), _split(data))
+        return IndexSlice(Position(order.decode(), int(base), int(seq)), int(next_cursor), _split(data))
 
     def _sighting(self, raw_id: bytes, order: bytes, base: bytes, seq: bytes, *changes: bytes) -> Sighting | None:
         worker_id = self._worker_id(raw_id)

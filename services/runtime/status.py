@@ -23,7 +23,7 @@ MAX_FIELD_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatusRow:
     """How one class of errors looks from outside."""
 
     grpc: grpc.StatusCode
@@ -37,7 +37,7 @@ class Row:
     """A Retry-After is given, the error's own or the default."""
 
 
-_INTERNAL = Row(
+_INTERNAL = StatusRow(
     grpc.StatusCode.INTERNAL,
     500,
     "server_error",
@@ -46,50 +46,50 @@ _INTERNAL = Row(
     is_public=False,
 )
 
-TABLE: dict[type[BaseException], Row] = {
-    errors.InvalidRequest: Row(
+TABLE: dict[type[BaseException], StatusRow] = {
+    errors.InvalidRequest: StatusRow(
         grpc.StatusCode.INVALID_ARGUMENT,
         400,
         "invalid_request_error",
         "invalid_value",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
-    errors.GrammarExhausted: Row(
+    errors.GrammarExhausted: StatusRow(
         grpc.StatusCode.INVALID_ARGUMENT,
         400,
         "invalid_request_error",
         "grammar_too_complex",
         worker_pb2.ERROR_CODE_GRAMMAR_EXHAUSTED,
     ),
-    errors.NotFound: Row(
+    errors.NotFound: StatusRow(
         grpc.StatusCode.NOT_FOUND,
         404,
         "not_found_error",
         "not_found",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
-    errors.AlreadyExists: Row(
+    errors.AlreadyExists: StatusRow(
         grpc.StatusCode.ALREADY_EXISTS,
         409,
         "invalid_request_error",
         "already_exists",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
-    errors.Unauthenticated: Row(
+    errors.Unauthenticated: StatusRow(
         grpc.StatusCode.UNAUTHENTICATED,
         401,
         "invalid_request_error",
         "invalid_api_key",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
-    errors.PermissionDenied: Row(
+    errors.PermissionDenied: StatusRow(
         grpc.StatusCode.PERMISSION_DENIED,
         403,
         "permission_error",
         "permission_denied",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
-    errors.Overloaded: Row(
+    errors.Overloaded: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,
         "overloaded_error",
@@ -97,7 +97,7 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_OVERLOADED,
         is_retryable=True,
     ),
-    errors.RateLimited: Row(
+    errors.RateLimited: StatusRow(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         429,
         "rate_limit_error",
@@ -105,7 +105,7 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_OVERLOADED,
         is_retryable=True,
     ),
-    errors.WorkerUnavailable: Row(
+    errors.WorkerUnavailable: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,
         "server_error",
@@ -113,7 +113,7 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE,
         is_retryable=True,
     ),
-    errors.StaleIncarnation: Row(
+    errors.StaleIncarnation: StatusRow(
         grpc.StatusCode.FAILED_PRECONDITION,
         503,
         "server_error",
@@ -121,7 +121,7 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE,
         is_retryable=True,
     ),
-    errors.StoreUnavailable: Row(
+    errors.StoreUnavailable: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,
         "server_error",
@@ -130,7 +130,7 @@ TABLE: dict[type[BaseException], Row] = {
         is_public=False,
         is_retryable=True,
     ),
-    errors.TransferFailed: Row(
+    errors.TransferFailed: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,
         "server_error",
@@ -138,7 +138,7 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_TRANSFER_FAILED,
         is_retryable=True,
     ),
-    errors.TransferStalled: Row(
+    errors.TransferStalled: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,
         "server_error",
@@ -146,28 +146,28 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_TRANSFER_STALLED,
         is_retryable=True,
     ),
-    errors.DeadlineExceeded: Row(
+    errors.DeadlineExceeded: StatusRow(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         504,
         "timeout_error",
         "deadline_exceeded",
         worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
     ),
-    errors.RequestCancelled: Row(
+    errors.RequestCancelled: StatusRow(
         grpc.StatusCode.CANCELLED,
         499,
         "server_error",
         "cancelled",
         worker_pb2.ERROR_CODE_INTERNAL,
     ),
-    errors.LayoutMismatch: Row(
+    errors.LayoutMismatch: StatusRow(
         grpc.StatusCode.FAILED_PRECONDITION,
         500,
         "server_error",
         "layout_mismatch",
         worker_pb2.ERROR_CODE_LAYOUT_MISMATCH,
     ),
-    errors.Quarantined: Row(
+    errors.Quarantined: StatusRow(
         grpc.StatusCode.INTERNAL,
         500,
         "server_error",
@@ -209,7 +209,7 @@ _BY_NAME: dict[str, type[errors.TandemError]] = {
 }
 
 
-def row_of(error: BaseException) -> Row:
+def row_of(error: BaseException) -> StatusRow:
     """The row of the error's class or of the nearest class above it."""
     for cls in type(error).__mro__:
         row = TABLE.get(cls)

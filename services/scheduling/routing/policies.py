@@ -15,7 +15,7 @@ from services.scheduling.routing.views import WorkerView
 
 
 @dataclass(slots=True)
-class Draw:
+class PolicyInputs:
     """What a policy may look at beside the workers of one role."""
 
     prices: Prices
@@ -39,16 +39,16 @@ class Draw:
         return {one.view.worker_id: one.queue_s + answer * one.step_s + one.pressure_s for one in decodes}
 
 
-Policy = Callable[[list[WorkerView], Draw], list[WorkerView]]
+Policy = Callable[[list[WorkerView], PolicyInputs], list[WorkerView]]
 
 
-def least_loaded(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
+def least_loaded(views: list[WorkerView], draw: PolicyInputs) -> list[WorkerView]:
     """Orders workers by the seconds that they have to do."""
     loads_s = draw.loads_s(views)
     return sorted(draw.in_turn(views), key=lambda view: loads_s[view.worker_id])
 
 
-def prefix_aware(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
+def prefix_aware(views: list[WorkerView], draw: PolicyInputs) -> list[WorkerView]:
     """Orders workers by how much of the prompt they hold, then by load."""
     loads_s, request = draw.loads_s(views), draw.prices.request
     most = request.num_prompt_tokens - 1
@@ -59,7 +59,7 @@ def prefix_aware(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
     return sorted(draw.in_turn(views), key=lambda view: (-cached(view), loads_s[view.worker_id]))
 
 
-def sticky(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
+def sticky(views: list[WorkerView], draw: PolicyInputs) -> list[WorkerView]:
     """Orders workers by rendezvous hashing (Thaler and Ravishankar, 1998), those with too many requests last, by load.
 
     Without a key, by load.
@@ -79,12 +79,12 @@ def sticky(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
     return within + sorted(beyond, key=lambda view: loads_s[view.worker_id])
 
 
-def round_robin(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
+def round_robin(views: list[WorkerView], draw: PolicyInputs) -> list[WorkerView]:
     """Gives each worker its turn."""
     return draw.in_turn(views)
 
 
-def at_random(views: list[WorkerView], draw: Draw) -> list[WorkerView]:
+def at_random(views: list[WorkerView], draw: PolicyInputs) -> list[WorkerView]:
     """Shuffles workers."""
     return draw.random.sample(views, len(views))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from services.scheduling.routing.policies import HYBRID, ONE_BY_ONE, POLICY_NAMES, Draw, Hashes, rotated
+from services.scheduling.routing.policies import HYBRID, ONE_BY_ONE, POLICY_NAMES, Hashes, PolicyInputs, rotated
 from services.scheduling.routing.price import Hits, PricedWay, Prices, RoutingSettings
 from services.scheduling.routing.route import Routes, cheapest_route, ordered_route
 from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, able, holders
@@ -112,7 +112,7 @@ class Router:
         """Returns workers of one role by a policy that looks at them one by one; a tenant's own ones come first."""
         if not views:
             return views
-        draw = Draw(prices, is_decode, self._turn, self._random, self._hashes)
+        draw = PolicyInputs(prices, is_decode, self._turn, self._random, self._hashes)
         ordered = ONE_BY_ONE[self.policy](views, draw)
         if prices.request.tenant:
             ordered.sort(key=lambda view: not view.tenants)

@@ -18,7 +18,15 @@ from gateway.topology import prefix_view
 from gateway.topology.prefix_view import GRACE_S, MAX_AGE_S, PrefixView
 from services.cluster import prefix_index
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.prefix_index import KEY_BYTES, MAX_CHANGES, Change, Chunk, Position, PrefixIndex, PrefixPublisher
+from services.cluster.prefix_index import (
+    KEY_BYTES,
+    MAX_CHANGES,
+    Change,
+    IndexSlice,
+    Position,
+    PrefixIndex,
+    PrefixPublisher,
+)
 from services.cluster.prefix_index import Sighting as Seen
 from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord, new_incarnation
@@ -318,7 +326,7 @@ class ScriptedIndex(PrefixIndex):
 
     def __init__(self) -> None:
         self.sightings: list[Seen] = []
-        self.chunks: dict[tuple[str, int], Chunk | None] = {}
+        self.chunks: dict[tuple[str, int], IndexSlice | None] = {}
         self.is_away = False
         self.num_reads = 0
 
@@ -334,7 +342,7 @@ class ScriptedIndex(PrefixIndex):
             return sighting
         return Seen(sighting.worker_id, sighting.order, known)
 
-    async def read(self, worker_id: str, cursor: int) -> Chunk | None:
+    async def read(self, worker_id: str, cursor: int) -> IndexSlice | None:
         self.num_reads += 1
         return self.chunks[worker_id, cursor]
 
@@ -347,7 +355,7 @@ def scripted(num_workers: int, keys: list[bytes]) -> ScriptedIndex:
     index = ScriptedIndex()
     for number in range(num_workers):
         index.sightings.append(Seen(f"w{number}", ORDER))
-        index.chunks[f"w{number}", 0] = Chunk(Position(ORDER, 1, 1), 0, tuple(keys))
+        index.chunks[f"w{number}", 0] = IndexSlice(Position(ORDER, 1, 1), 0, tuple(keys))
     return index
 
 
@@ -388,7 +396,7 @@ async def test_a_set_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prefix_view, "MAX_PAGES", 100)
     index = scripted(1, [])
     for cursor in range(1000):
-        index.chunks["w0", cursor] = Chunk(Position(ORDER, 1, 1), cursor + 1, tuple(page_keys(10, seed=cursor)))
+        index.chunks["w0", cursor] = IndexSlice(Position(ORDER, 1, 1), cursor + 1, tuple(page_keys(10, seed=cursor)))
     view = PrefixView(index, clock=ManualClock())
     await refreshed(view)
     assert index.num_reads < 50
@@ -400,12 +408,12 @@ async def test_a_set_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch)
 async def test_a_set_that_is_filled_again_while_it_is_read_is_read_again() -> None:
     clock, keys = ManualClock(), page_keys(4)
     index = scripted(1, [])
-    index.chunks["w0", 0] = Chunk(Position(ORDER, 1, 5), 9, tuple(keys[:2]))
-    index.chunks["w0", 9] = Chunk(Position(ORDER, 6, 6), 0, tuple(keys[2:]))
+    index.chunks["w0", 0] = IndexSlice(Position(ORDER, 1, 5), 9, tuple(keys[:2]))
+    index.chunks["w0", 9] = IndexSlice(Position(ORDER, 6, 6), 0, tuple(keys[2:]))
     view = PrefixView(index, clock=clock)
     await view.refresh()
     assert view.keys_of("w0") == frozenset()
-    index.chunks["w0", 0] = Chunk(Position(ORDER, 6, 6), 0, tuple(keys))
+    index.chunks["w0", 0] = IndexSlice(Position(ORDER, 6, 6), 0, tuple(keys))
     clock.advance(prefix_view.REREAD_S)
     await refreshed(view)
     assert view.keys_of("w0") == set(keys)
@@ -455,7 +463,7 @@ async def test_expected_pages_outlive_that_a_worker_is_read_again() -> None:
     view.expect("w0", keys, ttl_s=10.0)
     await refreshed(view)
     assert view.longest(keys) == {"w0": 10}
-    index.chunks["w0", 0] = Chunk(Position(ORDER, 3, 3), 0, tuple(keys[:2]))
+    index.chunks["w0", 0] = IndexSlice(Position(ORDER, 3, 3), 0, tuple(keys[:2]))
     await refreshed(view)
     assert view.keys_of("w0") == set(keys[:2])
     assert view.longest(keys) == {"w0": 10}
@@ -487,14 +495,14 @@ async def test_bits_are_given_again_only_when_swept() -> None:
     await view.refresh()
     assert view.longest(keys) == {"w0": 10_000, "w2": 10_000}
     # The place of the one that left is not taken by one that holds less, while it is not swept out.
-    index.chunks["w3", 0] = Chunk(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
+    index.chunks["w3", 0] = IndexSlice(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
     index.sightings.append(Seen("w3", ORDER))
     await refreshed(view)
     assert view.longest(keys) == {"w0": 10_000, "w2": 10_000, "w3": 5}
     while not view._pages.sweep():
         pass
     assert view._pages._taken.bit_count() == 3
-    index.chunks["w1", 0] = Chunk(Position(ORDER, 1, 1), 0, ())
+    index.chunks["w1", 0] = IndexSlice(Position(ORDER, 1, 1), 0, ())
     index.sightings.append(w1)
     await refreshed(view)
     assert view.longest(keys) == {"w0": 10_000, "w2": 10_000, "w3": 5}
@@ -522,7 +530,7 @@ async def test_a_bit_that_is_given_back_while_others_are_swept_is_not_free_yet()
     # Bits are given from the lowest one on, two to each worker that is read and one to the others.
     view.expect("w3", keys[:1], ttl_s=100)
     for name in ("w4", "w5"):
-        index.chunks[name, 0] = Chunk(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
+        index.chunks[name, 0] = IndexSlice(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
         index.sightings.append(Seen(name, ORDER))
     await refreshed(view)
     assert view.longest(keys) == {"w0": len(keys), "w3": 1, "w4": 5, "w5": 5}
