@@ -225,7 +225,7 @@ def redis_server(address: str | None) -> Iterator[Finding]:
         facts = probe(address)
     except (ConfigError, StoreUnavailable) as error:
         yield Finding(
-            Level.BAD, "redis", error.message, "running requests go on without it, but no worker can join: start it"
+            Level.BAD, "redis", error.message, "running requests continue without it, but no worker can join: start it"
         )
         return
     yield from judge_redis(facts)

@@ -107,7 +107,9 @@ class GatewayConfig:
         "0: no such limit.",
     )
     itl_target_s: float = option(
-        number(0, 3600), default=0.0, help="The same for the time of a token after the first; 0: no such limit."
+        number(0, 3600),
+        default=0.0,
+        help="Requests whose tokens after the first would each take longer than this are refused; 0: no such limit.",
     )
     min_prefill: int = option(
         integer(0),

@@ -15,7 +15,7 @@ from services.scheduling.overload import NO_TARGETS, Targets
 
 TIMEOUT = "X-Request-Timeout-Ms"
 TTFT, TPOT = "X-Slo-Ttft-Ms", "X-Slo-Tpot-Ms"
-"""As llm-d names them."""
+"""Targets for the first token and for each later one, by the names that llm-d uses."""
 PREFILL = "X-Tandem-Prefill"
 HINTS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """How long OpenAI's clients wait for the next byte, in seconds; they send it unasked."""
@@ -31,8 +31,8 @@ Find = Callable[[str], str | None]
 class Wishes(msgspec.Struct, frozen=True):
     """What a client said besides its request. Seconds.
 
-    `patience_s` is how long it is believed to wait without a token; None: unknown. `prefill` says who computes the
-    prompt; empty: the operator decides.
+    `patience_s` is how long it is believed to wait without a token; None: unknown. `prefill` says which worker
+    computes the prompt; empty: the operator decides.
     """
 
     patience_s: float | None = None

@@ -118,7 +118,7 @@ class AnswerOrder(Order[Delta]):
         return RESUME, resume
 
     def take(self, message: inference_pb2.GenerateResponse) -> Delta:
-        """The delta; after it the course knows where to go on."""
+        """Returns the delta, and notes for the course where the answer continues."""
         self.course.received(first_index=message.first_index, num_tokens=len(message.token_ids))
         self.request_id = message.request_id or self.request_id
         delta = delta_of(message)

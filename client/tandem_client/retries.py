@@ -128,8 +128,8 @@ class Course:
     def failed(self, failure: Failure, *, draw: float, remaining_s: float) -> float:
         """Seconds to wait before the next attempt. Raises the failure's error where none follows.
 
-        `draw` is a random number in [0, 1). The first attempt after a message costs nothing: going on with an answer
-        adds no work. All others are paid from the budget.
+        `draw` is a random number in [0, 1). The first attempt after a message costs nothing: continuing an
+        answer adds no work. All others are paid from the budget.
         """
         error = failure.error
         self._num_failures += 1

@@ -40,7 +40,7 @@ class Request:
     request_id: str = ""
     """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests; the server makes one if it is empty."""
     tenant: str = ""
-    """Whom it is accounted to; the API key's tenant if empty."""
+    """Tenant to which it is accounted; the API key's tenant if empty."""
     service_class: str = ""
     """critical, interactive, normal, low or batch; normal if empty."""
     priority: int = 0

@@ -372,7 +372,7 @@ def bars(answer: AnswerStory) -> list[Bar]:
 
 
 _REASONS = {
-    "no_prefill_worker": "no prefill worker was there, so the decode worker computed the prompt itself",
+    "no_prefill_worker": "no prefill worker was present, so the decode worker computed the prompt itself",
     "short_prompt": "the prompt has few enough tokens to compute (--local-prefill-tokens) for the decode worker itself",
     "long_prompt": "the prompt has more tokens to compute than decode workers do (--local-prefill-tokens)",
     "local_itl_too_long": "computing the prompt on the decode worker would have made its answers stutter",

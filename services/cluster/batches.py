@@ -1,4 +1,4 @@
-"""Batches in Redis: each has one owner at a time, and each of its rows one result, whoever dies when.
+"""Batches in Redis: each has one owner at a time, and each of its rows one result, whichever gateway dies when.
 
 A gateway claims a batch for a few seconds, which adds 1 to its epoch, and renews the claim while it works. All it
 writes carries the epoch: what an earlier owner writes late is refused. A result is appended to the batch's file and its
@@ -23,12 +23,12 @@ from services.cluster.files import (
 from services.cluster.redis_store import Script, Store
 
 LEASE_S = 6.0
-"""What a dead owner's batch waits before another goes on with it."""
+"""Seconds that a dead owner's batch waits before another gateway continues it."""
 BATCH_TTL_S = 31 * 86_400.0
 MAX_ACTIVE = 32
 """Batches of one tenant that are not over."""
 MAX_BATCHES = 1000
-"""Of one tenant; of those that are over the oldest give way."""
+"""Batches of one tenant; beyond it, the oldest of those that are over are evicted."""
 
 
 class Status(StrEnum):
@@ -54,7 +54,7 @@ _BEFORE: Mapping[Status, Sequence[Status]] = {
     Status.CANCELLED: (Status.CANCELLING,),
     Status.FAILED: (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING),
 }
-"""From where a batch may come to each."""
+"""The states from which a batch may come to each state."""
 
 
 class Reply(StrEnum):
@@ -62,11 +62,11 @@ class Reply(StrEnum):
 
     DONE = "done"
     GONE = "gone"
-    """There is no such batch, or not for this tenant."""
+    """The batch does not exist, or not for this tenant."""
     FENCED = "fenced"
     """Another owner has it; nothing was written."""
     REFUSED = "refused"
-    """It stands where that cannot be done; nothing was written."""
+    """The state of the batch does not allow it; nothing was written."""
     LOST = "lost"
     """Redis has forgotten which rows have results, or some of these; nothing was written."""
     FULL = "full"
@@ -74,7 +74,7 @@ class Reply(StrEnum):
 
 
 class BatchRefused(Exception):
-    """No batch is made. `reason` is `active`: the tenant has too many that are not over."""
+    """A batch is not made. `reason` is `active`: the tenant has too many that are not over."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -85,8 +85,8 @@ class BatchRefused(Exception):
 class Order:
     """What a client asks of a batch.
 
-    `key_digest` is that of the API key with which it was sent, which its rows are answered under. `metadata` is JSON.
-    `output_ttl_s`: how long what it writes is kept once it is complete.
+    `key_digest` is that of the API key with which it was sent and under which its rows are answered. `metadata` is
+    JSON. `output_ttl_s`: how long the files that it writes are kept once it is complete.
     """
 
     tenant: str
@@ -101,7 +101,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as it stands. Times in unix seconds by status; `created` and `expires` are among them.
+    """A batch in its present state. Times in unix seconds by status; `created` and `expires` are among them.
 
     `errors` is JSON, empty without errors. `outcome` is what it will be once it is finalized. The files' ids are empty
     until the batch is over, or if nothing was written to them.
@@ -129,7 +129,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a row has come to: a whole line of the file of answers or, if it failed, of the other one."""
+    """The result of a row: a whole line of the file of answers or, if it failed, of the other one."""
 
     row: int
     line: bytes
@@ -143,7 +143,7 @@ class Claim:
     reply: Reply
     status: Status | None = None
     is_expired: bool = False
-    """The window in which the batch was to be completed is over."""
+    """Whether the window in which the batch was to be completed is over."""
 
 
 class BatchStore:
@@ -157,7 +157,7 @@ class BatchStore:
     async def create(self, batch_id: str, order: Order, *, output_id: str, error_id: str) -> Batch:
         """Makes a batch, which will write files with two of these ids. Raises BatchRefused or FilesFull.
 
-        A second time with the same id it changes nothing.
+        A second call with the same id changes nothing.
         """
         args = (
             batch_id,
@@ -182,7 +182,7 @@ class BatchStore:
         return _batch(batch_id, fields_of(flat))
 
     async def find(self, batch_id: str) -> Batch | None:
-        """The batch, whosever it is."""
+        """The batch, of whatever tenant."""
         flat = await self._files.run(_FIND, (batch_id,))
         return _batch(batch_id, fields_of(flat)) if flat else None
 
@@ -200,9 +200,9 @@ class BatchStore:
     async def claim(
         self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = ()
     ) -> Batch | None:
-        """Takes over a batch that nobody has, the oldest first, those of `busy_tenants` last; None: there is none.
+        """Takes over a batch without an owner, the oldest first, those of `busy_tenants` last; None: all have one.
 
-        None is taken of `full_tenants`.
+        Batches of `full_tenants` are not taken.
         """
         tenants = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
         answer = await self._files.run(_CLAIM, (owner, round(self.lease_s * 1000), *tenants))
@@ -212,12 +212,12 @@ class BatchStore:
         return _batch(batch_id.decode(), fields_of(flat))
 
     async def renew(self, batch: Batch) -> Claim:
-        """Keeps the claim for another while."""
+        """Keeps the claim for another `lease_s`."""
         reply, status, is_expired = await self._files.run(_RENEW, (batch.id, batch.claim, round(self.lease_s * 1000)))
         return Claim(Reply(reply.decode()), Status(status.decode()) if status else None, bool(is_expired))
 
     async def release(self, batch: Batch) -> None:
-        """Gives the batch to whoever claims it next."""
+        """Gives the batch up, for the next gateway that claims one."""
         await self._files.run(_RENEW, (batch.id, batch.claim, 0))
 
     async def advance(
@@ -230,10 +230,10 @@ class BatchStore:
         row_bytes: int = 0,
         errors: str = "",
     ) -> Reply:
-        """The batch stands there now; `total` are its rows once they are known. DONE also where it did already.
+        """Moves the batch to `status`; `total`: its rows, once they are counted. DONE also if it stands there already.
 
-        With `total`, room for so many lines of `row_bytes` is kept for it until each row has its result: FULL where
-        there is not so much. Once the batch is over its files are there for its tenant.
+        With `total`, room for that number of lines of `row_bytes` is kept for it until each row has its result: FULL
+        where the room does not suffice. Once the batch is over, its tenant can read its files.
         """
         total_said = -1 if total is None else total
         args = (batch.id, batch.claim, status, outcome, total_said, errors, row_bytes, *self._files.bounds)
@@ -247,7 +247,7 @@ class BatchStore:
     async def record(self, batch: Batch, results: Sequence[Result], *, beyond_room: bool = False) -> Reply:
         """Keeps the results of rows that have none.
 
-        `beyond_room`: without a look for room; for lines of at most the `row_bytes` that are kept for each row.
+        `beyond_room`: room is not asked for; this is for lines of at most the `row_bytes` that are kept for each row.
         """
         rows: list[str | bytes | int] = []
         for result in results:
@@ -297,7 +297,7 @@ local batch_prefix, batches_prefix, active = KEYS[6], KEYS[7], KEYS[8]
 
 local function done_key(id) return batch_prefix .. id .. ':done' end
 
--- 'done' if the batch is there and the claim is the latest. After a failover of Redis two may have the same epoch.
+-- 'done' if the batch exists and the claim is the latest. After a failover of Redis two may have the same epoch.
 local function fence(id, claim)
   local epoch, owner = unpack(redis.call('HMGET', batch_prefix .. id, 'epoch', 'owner'))
   if not epoch then return 'gone' end
@@ -320,7 +320,7 @@ end
 )
 
 # ARGV: id, tenant, key, endpoint, input, window in s and in words, metadata, TTL of files in s, ids of the files, TTL
-# of the batch in s, bounds. Answers why none is made, or nothing, and its fields.
+# of the batch in s, bounds. Answers why the batch is not made, or nothing, and its fields.
 _CREATE = Script(
     _COMMON
     + f"""
@@ -361,7 +361,7 @@ return {{'', redis.call('HGETALL', key)}}
 _FIND = Script(_COMMON + "return redis.call('HGETALL', batch_prefix .. ARGV[1])")
 _DONE_ROWS = Script(_COMMON + "return redis.call('GET', done_key(ARGV[1])) or ''")
 
-# ARGV: id, tenant, where it may stand.
+# ARGV: id, tenant, states in which it may be.
 _CANCEL = Script(
     _COMMON
     + f"""
@@ -412,7 +412,8 @@ return {{reply, status, now_s >= tonumber(expires) and 1 or 0}}
 """
 )
 
-# ARGV: id, claim, status, outcome, total or -1, errors, bytes that are kept for each row, bounds, where it may stand.
+# ARGV: id, claim, status, outcome, total or -1, errors, bytes that are kept for each row, bounds, states in which it
+# may be.
 _ADVANCE = Script(
     _COMMON
     + f"""
@@ -461,7 +462,7 @@ return '{Reply.DONE}'
 """
 )
 
-# ARGV: id, claim, whether there needs to be no room, size of a chunk, bounds, then row, file and line of each result.
+# ARGV: id, claim, whether room is not needed, size of a chunk, bounds, then row, file and line of each result.
 _RECORD = Script(
     _COMMON
     + f"""

@@ -18,11 +18,11 @@ from services.runtime.clock import Deadline
 
 MAX_CONNECTIONS = 8
 CONNECT_TIMEOUT_S = 5.0
-"""For each step of connecting, and for each answer that nobody waits for any longer."""
+"""Time-out of each step of connecting, and of each answer that nobody waits for any longer."""
 SENTINEL_TIMEOUT_S = 0.5
-"""For each step of asking one sentinel; then the next one is asked."""
+"""Time-out of each step of asking one sentinel; then the next one is asked."""
 MAX_ROUND_TRIP_S = 1.0
-"""A longer one is a Redis that stood still, not one that is far."""
+"""Longest round trip that is counted; a longer one is of a Redis that stood still, not of one that is far."""
 
 
 class RoundTrip:
@@ -30,7 +30,7 @@ class RoundTrip:
 
     def __init__(self) -> None:
         self.mean_s = 0.0
-        """0 until something was measured."""
+        """Mean round trip; 0 until one was measured."""
         self._variation_s = 0.0
 
     def observe(self, seconds: float) -> None:
@@ -49,7 +49,7 @@ class RoundTrip:
 
 
 class Connections(BlockingConnectionPool):
-    """A pool whose connections go on being made when the call that wanted one has left."""
+    """A pool that finishes a connection also after the call that wanted it has left."""
 
     def __init__(self, *, round_trip: RoundTrip, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -59,7 +59,7 @@ class Connections(BlockingConnectionPool):
 
     @classmethod
     def to(cls, url: str, round_trip: RoundTrip, *, wait_s: float) -> "Connections":
-        """A pool for this URL, of which a call waits `wait_s` for a connection that others use."""
+        """A pool for this URL; a call waits at most `wait_s` for a connection while others use them all."""
         arguments: dict[str, Any] = {
             "round_trip": round_trip,
             "max_connections": MAX_CONNECTIONS,
@@ -107,7 +107,7 @@ class Connections(BlockingConnectionPool):
     def _has_connected(self, connection: AbstractConnection, task: "asyncio.Task[None]") -> None:
         self._connecting.pop(connection, None)
         if not task.cancelled():
-            task.exception()  # told to the calls that waited; there may have been no such call
+            task.exception()  # told to the calls that waited, which may be none
 
 
 class _Primary:

@@ -82,7 +82,7 @@ class EmbeddedRedis:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder,
-                # Ctrl-C reaches the whole terminal; whoever started the server decides when it ends.
+                # Ctrl-C reaches the whole terminal; the process that started the server decides when it ends.
                 start_new_session=True,
             )
         try:

@@ -1,8 +1,8 @@
 """Files of clients, in chunks in Redis: bounded for each tenant and for all, gone when their time is over.
 
 A file is sent chunk by chunk and becomes visible when it is complete. What it takes is counted from its first chunk on;
-chunks that nobody completes expire after ten minutes, and are taken out of the count by whoever counts next. A Redis
-that forgets gives everybody all the room again. Knows nothing of what is in a file.
+chunks that nobody completes expire after ten minutes, and the next call that counts takes them out of the count. After
+a Redis has lost its memory, every tenant has all the room again. Knows nothing of what is in a file.
 """
 
 import secrets
@@ -18,9 +18,9 @@ UPLOAD_TTL_S = 600.0
 FILE_TTL_S = 30 * 86_400.0
 """The longest life of a file."""
 OVERHEAD_BYTES = 1024
-"""Counted for each file beside its content."""
+"""Bytes that are counted for each file beside its content."""
 MAX_FILES = 1000
-"""Of one tenant."""
+"""Files of one tenant."""
 MAX_PAGE = 1000
 """Entries of one page of a list."""
 ALL_TENANTS = "*"
@@ -86,7 +86,7 @@ class FileStore:
         return _file(file_id, await self.run(_COMMIT, args))
 
     async def find(self, file_id: str) -> File | None:
-        """The file, whosever it is."""
+        """The file, of whatever tenant."""
         return _file(file_id, await self.run(_FIND, (self._store.keys.file_prefix + file_id,)))
 
     async def chunk(self, file_id: str, index: int) -> bytes | None:
@@ -95,7 +95,7 @@ class FileStore:
         return data
 
     async def read(self, file_id: str, start: int, num_bytes: int) -> bytes:
-        """So many bytes of a complete file that a client has sent; fewer: it is gone."""
+        """`num_bytes` from `start` on of a complete file that a client has sent; fewer: the file is gone."""
         data: bytes = await self.run(_READ, (file_id, start, num_bytes, CHUNK_BYTES))
         return data
 
@@ -116,20 +116,20 @@ class FileStore:
         return files, page.has_more
 
     async def delete(self, file_id: str, tenant: str) -> bool:
-        """Whether the tenant had it; now it has not. A file that is still being sent loses its chunks."""
+        """Deletes a file; returns whether the tenant had it. A file that is still being sent loses its chunks."""
         return bool(await self.run(_DELETE, (file_id, tenant)))
 
     async def num_bytes(self, tenant: str = ALL_TENANTS) -> int:
-        """What the tenant's files take, or all files."""
+        """Bytes that the tenant's files take, or all files."""
         return int(await self.run(_TOTAL, (tenant,)))
 
     async def swept_bytes(self) -> int:
-        """Gives back what has expired, and says what all files and batches take now."""
+        """Gives back what has expired, and returns the bytes that all files and batches take now."""
         return int(await self.run(_SWEEP, ()))
 
     @property
     def bounds(self) -> tuple[int, int, int]:
-        """What `has_room` of the scripts asks for."""
+        """The bounds that the scripts' `room_lacks` asks for: files and bytes of a tenant, and bytes of all."""
         return MAX_FILES, self.room.tenant_bytes, self.room.all_bytes
 
     async def run(self, script: Script, args: Sequence[str | bytes | int]) -> Any:
@@ -153,19 +153,19 @@ class FileStore:
     async def read_page(
         self, index_key: str, entry_prefix: str, *, after: str, limit: int, newest_first: bool, purpose: str = ""
     ) -> Page:
-        """A page of any list of ids in the order of their making."""
+        """A page of any list of ids, in the order in which they were made."""
         args = (index_key, entry_prefix, after, limit, int(newest_first), purpose)
         rows, has_more = await self.run(_PAGE, args)
         return Page([(file_id.decode(), fields_of(flat)) for file_id, flat in rows], bool(has_more))
 
 
 def new_id(kind: str) -> str:
-    """An id that sorts by the time of its making, to the millisecond, and cannot be guessed."""
+    """An id that sorts by the time when it was made, to the millisecond, and cannot be guessed."""
     return f"{kind}{time.time_ns() // 10**6:012x}{secrets.token_hex(10)}"
 
 
 def fields_of(flat: Sequence[bytes]) -> dict[str, str]:
-    """What HGETALL has answered."""
+    """The fields in an answer of HGETALL."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
 
 
@@ -191,7 +191,7 @@ def _ms(seconds: float) -> int:
 
 
 # What all scripts know of files. `count` adds to a file's size, which may be its first; `forget` takes the file out of
-# the count and the list; `room_lacks` says what is in the way of so many more bytes, or nothing.
+# the count and the list; `room_lacks` says what is in the way of a number of further bytes, or nothing.
 COMMON = f"""
 local file_prefix, files_prefix, expiry, sizes, totals = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local clock = redis.call('TIME')
@@ -297,7 +297,7 @@ return table.concat(parts)
 _SWEEP = Script(COMMON + f"sweep(10000) return tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0)")
 _TOTAL = Script(COMMON + "return tonumber(redis.call('HGET', totals, ARGV[1]) or 0)")
 
-# ARGV: id, tenant. Answers 1 if the file was there.
+# ARGV: id, tenant. Answers 1 if the file existed.
 _DELETE = Script(
     COMMON
     + """

@@ -1,8 +1,8 @@
 """How much journals may take in Redis: of one tenant and of all, counted in the step that makes or changes one.
 
-A journal is counted by what Redis holds of it, and its count ends when it expires, whoever made it: gateways that die
-leave nothing counted for longer than that. Where a share is used up, journals that nobody has written or read for
-MIN_KEPT_S make room, the oldest of the same tenant first; younger ones never do. Knows no journal's content.
+A journal is counted by what Redis holds of it, and its count ends when it expires, whichever gateway made it: gateways
+that die leave nothing counted for longer than that. Where a share is used up, journals that nobody has written or read
+for MIN_KEPT_S make room, the oldest of the same tenant first; younger ones never do. Knows no journal's content.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ MIN_KEPT_S = 60.0
 """Time since its last use after which a journal may make room for its tenant's next one, where there is need."""
 OVERHEAD_BYTES = 1536
 CHOICE_OVERHEAD_BYTES = 256
-"""Counted for each journal, and for each of its answers: keys, accounts and ends of answers."""
+"""Bytes that are counted for each journal, and for each of its answers: keys, accounts and ends of answers."""
 MAX_DROPPED = 64
-"""Journals that one claim makes room of at most."""
+"""Most journals that one claim drops to make room."""
 ALL_TENANTS = "*"
 
 
@@ -28,7 +28,7 @@ class JournalRoom:
 
 
 def cost_bytes(num_call_bytes: int, num_choices: int, num_tokens: int = 0) -> int:
-    """What a journal counts; the scripts count the same."""
+    """Bytes that a journal is counted as; the scripts count the same."""
     return OVERHEAD_BYTES + num_call_bytes + num_choices * CHOICE_OVERHEAD_BYTES + 4 * num_tokens
 
 
@@ -39,7 +39,7 @@ def room_keys(store: Store) -> tuple[str, str, str, str, str]:
 
 
 # `count` notes what a journal takes now, `forget` ends that; `drop` also takes it out of Redis. `room_lacks` makes room
-# for so many more bytes in place of `own`, or says who has none and after how many ms there may be some.
+# for a number of bytes in place of `own`, or says whose share is full and after how many ms it may have room.
 COMMON = f"""
 local prefix, expiry, sizes, totals, of_tenant = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local clock = redis.call('TIME')
@@ -49,7 +49,7 @@ local function tokens_key(name, life, choice) return prefix .. name .. ':' .. li
 
 local function whole(number) return string.format('%d', number) end
 
--- What is no account protects nothing.
+-- A key of another type is no account, and is deleted.
 local function check_accounts(tenant)
   for key, kind in pairs({{[expiry]='zset', [sizes]='hash', [totals]='hash', [of_tenant .. tenant]='zset'}}) do
     local held = redis.call('TYPE', key).ok
@@ -157,5 +157,5 @@ _SWEEP = Script(
 
 
 async def swept_bytes(store: Store) -> int:
-    """Gives back what has expired, and says what all journals take now. Raises StoreUnavailable."""
+    """Gives back what has expired, and returns the bytes that all journals take now. Raises StoreUnavailable."""
     return int(await store.run(_SWEEP, room_keys(store), ()))

@@ -1,8 +1,8 @@
-"""What another gateway needs to go on with a named request: in Redis for a bounded time, fenced by an epoch.
+"""What another gateway needs to continue a named request: in Redis for a bounded time, fenced by an epoch.
 
-A journal has one owner. Whoever goes on with it claims it and adds 1 to its epoch; what an earlier owner writes is then
-refused. Redis may forget any part of it at any time: tokens are a function of the call, so that every prefix of them is
-a right one, and none at all costs only time. Knows neither what a call is nor what its tokens mean.
+A journal has one owner. A gateway that continues the request claims it and adds 1 to its epoch; what an earlier
+owner writes is then refused. Redis may forget any part of it at any time: tokens are a function of the call, so every
+prefix of them is a right one, and an empty one costs only time. Knows neither a call's meaning nor its tokens'.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from services.runtime.errors import StoreUnavailable
 VERSION = 1
 TTL_S = 600.0
 MAX_JOURNAL_BYTES = 4 * 2**20
-"""Of one journal: its call, tokens and ends. What would become larger is not written any more."""
+"""Size of one journal: its call, tokens and ends. One that would become larger is no longer written."""
 MAX_CHOICES = 128
 MAX_END_BYTES = 1024
 MAX_TEXT_BYTES = 256
@@ -38,7 +38,7 @@ RETRY_INTERVAL_S = 0.2
 MAX_BATCH_JOURNALS = 64
 MAX_BATCH_BYTES = 2**20
 MAX_PENDING = 4096
-"""Journals that wait to be written. One that finds no place is written after its next tokens."""
+"""Most journals that wait to be written. One that finds no place is written after its next tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Outcome(StrEnum):
     TENANT_FULL = "tenant"
     """The tenant's journals take their share. Nothing was changed, but what nobody used for a while may be gone."""
     ALL_FULL = "all"
-    """The same of all tenants' journals."""
+    """All tenants' journals take their share. Nothing was changed, but what nobody used for a while may be gone."""
 
 
 class Written(IntEnum):
@@ -79,7 +79,7 @@ class Written(IntEnum):
     SUPERSEDED = 2
     """Another life has the name, or the name leads to another journal; nothing was written."""
     TAKEN_OVER = 3
-    """Another gateway goes on with the request; nothing was written."""
+    """Another gateway continues the request; nothing was written."""
     NO_ROOM = 4
     """Redis has forgotten the journal, or never had it, and there is no room to make it; nothing was written."""
 
@@ -101,13 +101,13 @@ class Record:
     alias: str = ""
     """Another name under which the journal can be found, or empty."""
     tenant: str = ""
-    """To whom it is counted."""
+    """The tenant in whose share it is counted."""
     life: str = field(default_factory=lambda: secrets.token_hex(16))
     epoch: int = 1
     is_in_redis: bool = False
     """Whether its head was written, as far as is known."""
     is_over: bool = False
-    """Whether it must not be written any more, since another one has its name or it has grown too large."""
+    """Whether it must no longer be written, since another one has its name or it has grown too large."""
     num_written: list[int] = field(default_factory=list)
     written_ends: list[bool] = field(default_factory=list)
 
@@ -120,7 +120,7 @@ class Record:
         return cost_bytes(len(self.call), len(self.ends), sum(map(len, self.token_ids)))
 
     def forget_written(self) -> None:
-        """Everything has to be written again."""
+        """Notes that everything has to be written again."""
         self.is_in_redis = False
         self.num_written = [0] * len(self.token_ids)
         self.written_ends = [False] * len(self.ends)
@@ -128,7 +128,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A journal as it was read, with the epoch of who reads it; `ends` are empty where an answer has not ended.
+    """A journal as it was read, with the reader's epoch; `ends` are empty where an answer has not ended.
 
     `name` is its own, where it was found by an alias.
     """
@@ -147,7 +147,7 @@ class Held:
 class Claimed:
     """The answer to a claim; `held` is given exactly with Outcome.HELD.
 
-    `retry_after_s`: where there is no room, after how long there may be some.
+    `retry_after_s`: the wait after which there may be room, where there was not.
     """
 
     outcome: Outcome
@@ -167,8 +167,8 @@ class JournalStore:
     ) -> Claimed:
         """Makes `record`'s journal or takes over the one that its name leads to, as `mode` says.
 
-        What was made is marked in the record as written. A journal that cannot be read counts as none. Who does not
-        know the digest has it not checked; what is taken over then has as many answers as the record.
+        What was made is marked in the record as written. A journal that cannot be read is treated as absent. A caller
+        without the digest has it not checked; what is taken over then has as many answers as the record.
         `checks_request`: it also has the record's request id.
         """
         answer = await self._claim(mode, record, checks_digest, checks_request)
@@ -233,7 +233,7 @@ class JournalStore:
             self.room.tenant_bytes,
             self.room.all_bytes,
         )
-        # Who looks for a journal has a part of its answer, and nowhere else to go.
+        # A client that looks for a journal has a part of its answer, and nowhere else to go.
         run = self._store.run_patiently if mode is Mode.FIND else self._store.run
         answer: list[Any] = await run(_CLAIM, room_keys(self._store), args)
         return answer
@@ -242,7 +242,7 @@ class JournalStore:
 class JournalWriter:
     """Writes journals behind the answers' back: `post` costs about a microsecond and never waits.
 
-    `on_taken_over` is called on the loop with the record that another gateway goes on with.
+    `on_taken_over` is called on the loop with the record of a request that another gateway continues.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class JournalWriter:
         self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.num_dropped = 0
-        """Posts that found no place, here or in Redis."""
+        """Number of posts that found no place, here or in Redis."""
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
@@ -279,7 +279,7 @@ class JournalWriter:
         self._has_work.set()
 
     async def flush(self) -> None:
-        """Writes all that waits now. Raises StoreUnavailable; what was not written waits on."""
+        """Writes all that waits now. Raises StoreUnavailable; what was not written keeps waiting."""
         async with self._writing:
             while self._pending:
                 await self._write_batch()
@@ -357,7 +357,7 @@ class JournalWriter:
 
 
 def row_of(record: Record) -> tuple[list[Any], int]:
-    """What of the record is not written yet, as `JournalStore.write` takes it, and about how many bytes that is."""
+    """The part of the record that is not written yet, as `JournalStore.write` takes it, and about its size in bytes."""
     parts: list[list[Any]] = []
     num_bytes = 0
     for choice, token_ids in enumerate(record.token_ids):
@@ -415,8 +415,8 @@ def _parse(answer: Sequence[Any]) -> Held | None:
 _HEX_DIGITS = re.compile(rb"[0-9a-f]{32}")
 _ENCODER = msgspec.msgpack.Encoder()
 
-# What both scripts know of a journal. `target_of` gives the name that an alias leads to, and nothing for what is none.
-# `read_head` gives nothing unless the key holds a sound one.
+# What both scripts know of a journal. `target_of` gives the name that an alias leads to, and nothing for what is not
+# an alias. `read_head` gives nothing unless the key holds a sound head.
 _COMMON = (
     COMMON
     + f"""
@@ -464,8 +464,8 @@ end
 )
 
 # KEYS: `room_keys`. ARGV: as in `JournalStore._claim`. Answers the outcome; when a journal is held also its
-# name, digest, life, new epoch, request id, call, tokens of each answer and ends of each answer. What is looked for is
-# looked for where an alias leads; what is made is made under its own name, in place of an alias.
+# name, digest, life, new epoch, request id, call, tokens of each answer and ends of each answer. A journal is
+# looked for where an alias leads, and made under its own name, in place of an alias.
 _CLAIM = Script(
     _COMMON
     + f"""
@@ -523,9 +523,9 @@ return {{'held', name, head.digest, head.life, epoch, head.request, held[1], hel
 )
 
 # KEYS: `room_keys`. ARGV: rows of `row_of` in msgpack, TTL in ms, version, bounds, what the rows' numbers mean. Answers
-# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it, and
-# changes the call of the one that is there. A later epoch of the same
-# owner is a claim whose answer it did not get: nobody else goes on with the request.
+# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it, and otherwise changes the
+# call of the one in Redis. A later epoch of the same owner is a claim whose answer it did not get: no other gateway
+# continues the request.
 _WRITE = Script(
     _COMMON
     + f"""

@@ -1,6 +1,6 @@
 """Every key and channel in Redis, with what is in it. Knows no connection.
 
-All of it is a hint that may vanish or be wrong at any moment; nothing here is needed to go on serving. The braces
+All of it is a hint that may vanish or be wrong at any moment; serving continues without any of it. The braces
 are literal: they put one cluster's keys into one slot, so that a script may touch several of them.
 """
 
@@ -106,7 +106,7 @@ class Keys:
     def gateways(self) -> str:
         """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
 
-        In unix ms by the clock of Redis, 10 s after its last sign of life.
+        The score is in unix ms by the clock of Redis, 10 s after its last sign of life.
         """
         return self.prefix + "gateways"
 
@@ -149,7 +149,7 @@ class Keys:
 
     @property
     def journal_prefix(self) -> str:
-        """Start of the keys of journals, which let another gateway go on with a request that its client named.
+        """Start of the keys of journals, which let another gateway continue a request that its client named.
 
         Key: the prefix and 32 hex digits (the journal's name). All of them expire 10 min after the last write, and
         hold at most 4 MiB together.
@@ -158,8 +158,8 @@ class Keys:
           version   format, 1
           digest    64 hex digits: what the client asked
           life      32 hex digits, drawn when the request began
-          epoch     decimal, from 1; whoever takes the request over adds 1, and writes of earlier epochs are refused
-          owner     incarnation of the gateway that goes on with it
+          epoch     decimal, from 1; a gateway that takes the request over adds 1; earlier epochs' writes are refused
+          owner     incarnation of the gateway that continues it
           request   the request's id
           alias     its other name, below; empty: none
           choices   decimal: number of answers

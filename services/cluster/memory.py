@@ -13,9 +13,9 @@ from services.cluster.journal_room import swept_bytes
 from services.cluster.redis_store import Store
 
 REST_BYTES = 512 * 2**20
-"""For all that clients do not fill: leases, published pages, placements, limits, quarantine."""
+"""Memory for all that clients do not fill: leases, published pages, placements, limits, quarantine."""
 APPENDED_FACTOR = 2
-"""Redis gives a text that is appended to up to so many times its size."""
+"""Redis gives a text that is appended to up to this many times its size."""
 KEEPING_POLICIES = frozenset({"noeviction"})
 EVICTION_ADVICE = (
     "leases, files, batches, limits and journals would go with the rest: set maxmemory-policy to noeviction, "
@@ -39,7 +39,7 @@ class MemoryUse:
 
 
 def memory_for(file_bytes: int, journal_bytes: int) -> int:
-    """The memory that a Redis needs for so many bytes of files and batches, and of journals, and for all the rest."""
+    """The memory that a Redis needs for these bytes of files and batches, those of journals, and all the rest."""
     return APPENDED_FACTOR * (file_bytes + journal_bytes) + REST_BYTES
 
 
@@ -57,7 +57,7 @@ class Complaint(NamedTuple):
 
 
 def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterator[Complaint]:
-    """What is wrong with a Redis' memory for these bounds."""
+    """Yields what is wrong with a Redis' memory for these bounds."""
     if may_evict(use.max_bytes, use.policy):
         what = f"Redis throws keys away at its memory limit (maxmemory-policy {use.policy})"
         yield Complaint("maxmemory-policy", what, EVICTION_ADVICE)
@@ -71,7 +71,7 @@ def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterat
 
 
 async def memory_use(store: Store, files: FileStore) -> MemoryUse:
-    """Gives back what has expired, and says what is used. Raises StoreUnavailable."""
+    """Gives back what has expired, and returns what is used. Raises StoreUnavailable."""
     file_bytes, journal_bytes = await files.swept_bytes(), await swept_bytes(store)
     memory, stats = await store.info("memory"), await store.info("stats")
     return MemoryUse(

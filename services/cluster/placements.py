@@ -21,7 +21,7 @@ from services.runtime.errors import StoreUnavailable
 ACTIVE_TTL_S = 3600.0
 TERMINAL_TTL_S = 60.0
 MAX_ENDED = 50_000
-"""Placements of ended requests that one gateway keeps so long, about 13 MB in Redis; further ones are kept for less."""
+"""Placements of ended requests that one gateway keeps for TERMINAL_TTL_S, about 13 MB in Redis; others for less."""
 SHORT_TTL_S = 1.0
 MAX_TEXT_BYTES = 256
 MAX_ATTEMPT = 10**6
@@ -51,7 +51,7 @@ TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 ACTIVE = frozenset(State) - TERMINAL
 PLACED = ACTIVE - {State.QUEUED}
 FINAL = frozenset({State.FINISHED, State.CANCELLED})
-"""After these there is no further attempt."""
+"""States after which no further attempt follows."""
 
 _FORWARD: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.ADMITTED}),
@@ -71,7 +71,7 @@ def can_move(before: State, after: State) -> bool:
 
 
 def can_reach(before: State, after: State) -> bool:
-    """Whether an attempt may go from one state to another in one step or several, or is there already."""
+    """Whether an attempt may go from one state to another in one step or several, or is in it already."""
     return after in _REACHABLE[before]
 
 
@@ -81,16 +81,16 @@ class Placement:
 
     request_id: str
     attempt: int
-    """From 1."""
+    """Number of the attempt, from 1."""
     state: State
     gateway: str
     """Incarnation of the gateway that owns the request."""
     prefill_worker: str = ""
-    """Worker id; empty: none yet, or no prefill worker takes part."""
+    """Worker id; empty: not chosen yet, or no prefill worker takes part."""
     decode_worker: str = ""
-    """Worker id; empty: none yet."""
+    """Worker id; empty: not chosen yet."""
     began_unix_ns: int = 0
-    """When the request began: the same in all its placements, and what tells it from an earlier one of its id."""
+    """When the request began: the same in all its placements, other than that of an earlier request of its id."""
 
 
 def accepts(current: Placement | None, update: Placement) -> bool:
@@ -119,7 +119,7 @@ class PlacementStore:
         return not await self.move_many([placement])
 
     async def move_many(self, placements: Sequence[Placement], *, ended_ttl_s: float = TERMINAL_TTL_S) -> list[int]:
-        """Writes many at once, those that have ended for `ended_ttl_s`; gives the indices of those fenced off."""
+        """Writes many at once, those that have ended for `ended_ttl_s`; returns the indices of those fenced off."""
         rows = [
             (
                 placement.request_id,
@@ -182,7 +182,7 @@ class PlacementWriter:
 
     @property
     def num_pending(self) -> int:
-        """Placements that wait."""
+        """Placements that wait to be written."""
         return len(self._pending)
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class PlacementWriter:
         self._task = asyncio.create_task(self._write_behind(), name="placement-writer")
 
     def post(self, placement: Placement) -> None:
-        """Takes the latest placement of a request."""
+        """Notes the latest placement of a request, to be written soon."""
         before = self._pending.get(placement.request_id)
         if before is None and len(self._pending) >= self._max_pending:
             self.num_dropped += 1
@@ -252,7 +252,7 @@ class PlacementWriter:
             self._fenced(taken[index])
 
     def _ended_ttl_s(self, taken: Sequence[Placement]) -> float:
-        """How long those are kept that have ended, by how many there are already."""
+        """Seconds for which ended placements are kept, by the number that is kept already."""
         now_s = time.monotonic()
         while self._ended and self._ended[0][0] <= now_s - TERMINAL_TTL_S:
             self._num_ended -= self._ended.popleft()[1]
@@ -264,7 +264,7 @@ class PlacementWriter:
         return TERMINAL_TTL_S
 
     def _put_back(self, taken: Sequence[Placement]) -> None:
-        """What was not written waits again, unless something later has been posted since."""
+        """Has what was not written wait again, unless something later has been posted since."""
         self._pending = {placement.request_id: placement for placement in taken} | self._pending
         while len(self._pending) > self._max_pending:
             self._pending.popitem()
@@ -345,8 +345,8 @@ end
 return fenced
 """)
 
-# KEYS: one placement. ARGV: most bytes of a field. Answers its fields; nothing if there is no placement; empty texts
-# if it is none or holds too much, which no reader takes for a placement.
+# KEYS: one placement. ARGV: most bytes of a field. Answers its fields; nothing if the key does not exist; empty texts,
+# which no reader takes for a placement, if it is another kind of value or too large.
 _GET = Script("""
 local kind = redis.call('TYPE', KEYS[1]).ok
 local unreadable = {'', '', '', '', '', ''}

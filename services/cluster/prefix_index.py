@@ -32,12 +32,12 @@ PAGES_TTL_S = 5.0
 PAGES_BEAT_S = 1.0
 FLUSH_INTERVAL_S = 0.05
 FLUSH_KEYS = 512
-"""So many noted keys are published before the interval is over."""
+"""Number of noted keys that are published before the interval is over."""
 RETRY_S = 0.2
 MAX_BATCH_KEYS = 2048
 """Most keys in one change."""
 MAX_CHANGES = 64
-"""Changes that Redis keeps; who is further behind reads everything."""
+"""Changes that Redis keeps; a gateway that is further behind reads everything."""
 FILL_KEYS = 4096
 """Keys in one round trip of a full publication, or of reading one: about 2 ms of Redis' time."""
 MAX_PAGES = 2**20
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Up to where somebody has followed a worker: its life, its last full publication, its last change."""
+    """Up to where a gateway has followed a worker: its life, its last full publication, its last change."""
 
     order: str
     base: int
@@ -66,7 +66,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Keys that a worker has cached since, and keys that it has no longer; no key is in both."""
+    """Keys that a worker has cached since, and keys that it no longer has; no key is in both."""
 
     added: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -76,8 +76,8 @@ class Change:
 class Sighting:
     """What one look at Redis tells of one worker.
 
-    `changes` lead from the position that the asker gave to `position`; without a position there is no such way: the
-    worker is just filling its set (`is_filling`), or all of it must be read.
+    `changes` lead from the position that the asker gave to `position`; without a `position` they do not lead on:
+    the worker is just filling its set (`is_filling`), or all of it must be read.
     """
 
     worker_id: str
@@ -89,7 +89,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class IndexSlice:
-    """A part of what a worker has published, and at which position Redis was then. `cursor` 0: it was the last one."""
+    """A part of what a worker has published, and the position of Redis at that time. `cursor` 0: the last part."""
 
     position: Position
     cursor: int
@@ -102,7 +102,7 @@ class PrefixPublisher:
     Redis may be away, frozen, flushed or restarted: what is noted meanwhile collapses into the present content, and all
     of that is published again when Redis has lost it. Memory: all keys that are held, each once, and those that changed
     since Redis last answered; notes of at most about a second (the time-outs of one call) wait in a queue before that.
-    If a newer process has taken the id, nothing is written any more.
+    If a newer process has taken the id, nothing more is written.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PrefixPublisher:
         return self._num_ignored_keys
 
     def start(self) -> None:
-        """Begins to publish; returns at once, whether Redis is there or not."""
+        """Begins to publish; returns at once, whether Redis answers or not."""
         self._thread.start()
 
     def note(self, added: Iterable[bytes] = (), evicted: Iterable[bytes] = ()) -> None:
@@ -223,7 +223,7 @@ class PrefixPublisher:
         self._waiting.clear()
 
     def _take_notes(self) -> None:
-        """Collapses what was noted."""
+        """Collapses the notes into the keys that are held and those that changed."""
         self._has_work.clear()
         self._is_urgent.clear()
         self._num_noted_keys = 0
@@ -256,7 +256,7 @@ class PrefixPublisher:
         """Publishes everything, under a number that no content had before. What is noted meanwhile changes it."""
         self._unconfirmed = None
         self._changed.clear()
-        # One number is left out: a change of that number may have been made on a set that was not what it should be.
+        # One number is left out: a change of that number may have been made on a set with other content.
         self._seq += 2
         keys = tuple(self._held)
         self._num_sent = len(keys)
@@ -273,7 +273,7 @@ class PrefixPublisher:
         if not self._changed and self._unconfirmed is None:
             self._run(_CHANGE, self._seq, self._seq, self._num_sent, MAX_CHANGES, b"")
         while self._changed or self._unconfirmed is not None:
-            # The same bytes again after a time-out: the number may be in Redis already, and stands for this content.
+            # After a time-out the same bytes are sent again: Redis may have their number, which stands for them.
             if self._unconfirmed is None:
                 self._unconfirmed = self._next_change()
             self._run(_CHANGE, self._seq, self._seq + 1, self._num_sent, MAX_CHANGES, self._unconfirmed)
@@ -290,7 +290,7 @@ class PrefixPublisher:
         return _COUNT.pack(len(added)) + b"".join(added) + b"".join(evicted)
 
     def _run(self, script: Script, *args: bytes | int) -> None:
-        """Raises _Refused where Redis does not hold what it should: it has lost it, or somebody has spoiled it."""
+        """Runs a script. Raises _Refused where Redis has lost what it should hold, or it was spoiled there."""
         answer = run_script(self._client, script, self._keys, (self._order, self._ttl_ms, self._worker_id, *args))
         if answer == 1:
             return
@@ -316,8 +316,8 @@ class PrefixIndex:
     async def longest(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many pages from the first on each worker has, in one round trip; workers that have none are left out.
 
-        For who has no view of his own. At most MAX_LONGEST_KEYS are looked at. Exact, holes included: each worker's run
-        is followed 64 keys at a time to the first one that is missing.
+        It is for callers without a view of their own. At most MAX_LONGEST_KEYS are looked at. Exact, holes included:
+        each worker's run is followed 64 keys at a time to the first one that is missing.
         """
         if not keys:
             return {}
@@ -334,7 +334,7 @@ class PrefixIndex:
         return longest
 
     async def look(self, known: Mapping[str, Position]) -> tuple[list[Sighting], bool]:
-        """What has changed since the known positions, per worker that has published. False: there is more to come."""
+        """What has changed since the known positions, per worker that has published. False: more is to come."""
         args: list[str | bytes | int] = [self._store.keys.pages_prefix, MAX_WORKERS, MAX_CHANGES]
         args += [_MAX_CHANGE_BYTES, MAX_ANSWER_BYTES, MAX_PAGES]
         for worker_id, position in known.items():
@@ -345,10 +345,10 @@ class PrefixIndex:
         return [sighting for sighting in sightings if sighting is not None], bool(is_all)
 
     async def read(self, worker_id: str, cursor: int) -> IndexSlice | None:
-        """A part of all that a worker has published, from cursor 0 on. None: there is nothing to read now.
+        """A part of all that a worker has published, from cursor 0 on. None: nothing can be read now.
 
-        What was there all the while is in one of the chunks at least; what came or went meanwhile may be in them or
-        not, and is in the changes since the first chunk's position.
+        A key that the worker held during the whole reading is in one of the chunks at least; one that came or went
+        meanwhile may be in them or not, and is in the changes since the first chunk's position.
         """
         keys = self._store.keys
         found = await self._store.run(
@@ -392,7 +392,7 @@ class _Refused(Exception):
 
 
 def _decode(data: bytes) -> Change | None:
-    """A change as it was published; None: it is none."""
+    """A change as it was published; None: the bytes are not a change."""
     if len(data) < _COUNT.size or (len(data) - _COUNT.size) % KEY_BYTES:
         return None
     keys = _split(data[_COUNT.size :])
@@ -407,8 +407,8 @@ def _split(data: bytes) -> tuple[bytes, ...]:
 
 
 # KEYS of the writers: head, set of keys, index. ARGV begins with: order, TTL in ms, id. They answer 1, or 0 if a newer
-# life has published, or 2 if what is there is not what the publisher believes, so that it has to fill it again. As with
-# the lease, a head that is not ours to read protects nothing.
+# life has published, or 2 if Redis does not hold what the publisher believes, so that it has to fill it again. As with
+# the lease, a head that cannot be right protects nothing.
 _WRITING = """
 local function is_newer_there()
   local order = redis.pcall('HGET', KEYS[1], 'order')
@@ -456,7 +456,7 @@ return 1
 )
 
 # ARGV further: number before and after, keys in the set after it, most changes that are kept, the change. Without a
-# change the numbers are the same. A change that is there already, since only its answer was lost, is not made twice.
+# change the numbers are the same. A change that Redis has already, since only its answer was lost, is not made twice.
 _CHANGE = Script(
     _WRITING
     + """
@@ -482,7 +482,7 @@ return 1
 """
 )
 
-# KEYS as the writers. ARGV: order, id.
+# KEYS: those of the writers. ARGV: order, id.
 _DELETE = Script("""
 if redis.pcall('HGET', KEYS[1], 'order') ~= ARGV[1] then return 0 end
 redis.call('UNLINK', KEYS[1], KEYS[2])
@@ -557,7 +557,7 @@ return answer
 """
 )
 
-# KEYS: head, set of keys. ARGV: cursor, keys at once, most keys. Answers nothing if there is nothing to read, else
+# KEYS: head, set of keys. ARGV: cursor, keys at once, most keys. Answers nothing if nothing can be read, else
 # order, base, number, next cursor, how many members were rejected, keys.
 _READ = Script(
     _READING

@@ -1,4 +1,4 @@
-"""What a Redis says of itself, asked once: for whoever wants to know whether a cluster can rely on it."""
+"""What a Redis says of itself, asked once: it shows whether a cluster can rely on that Redis."""
 
 import time
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ NUM_PINGS = 20
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """`ping_s`: the middle one of several round trips. `clock_ahead_s`: of its clock before ours, by half a round trip
-    wrong at most. `max_bytes` 0: no limit. `eviction`: what happens at the limit, such as `noeviction`;
-    `num_evicted_keys`: those that were thrown away since its start.
+    """`ping_s`: the middle one of several round trips. `clock_ahead_s`: how far its clock is ahead of ours, with an
+    error of half a round trip at most. `max_bytes` 0: no limit. `eviction`: what happens at the limit, such as
+    `noeviction`; `num_evicted_keys`: those that were thrown away since its start.
     """
 
     version: str
@@ -32,7 +32,7 @@ def probe(url: str) -> RedisFacts:
 
     Raises:
         ConfigError: the URL is of another kind.
-        StoreUnavailable: nobody answers there, or with an error.
+        StoreUnavailable: no Redis answers there, or it answers with an error.
     """
     client = thread_client(url)
     try:

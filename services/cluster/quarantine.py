@@ -1,7 +1,7 @@
 """Requests that killed their workers, shared among gateways for a while. Knows fingerprints only, no request.
 
-The list that counts is the one in memory. Redis only carries it from gateway to gateway: what is there is taken over
-once a second, and what is missing there is put back, so an emptied Redis has it again within a second. Without Redis
+The list that counts is the one in memory. Redis only carries it from gateway to gateway: what Redis has is taken
+over once a second, and what it lacks is put back, so an emptied Redis has the list again within a second. Without Redis
 each gateway goes by what it has seen itself.
 """
 
@@ -17,7 +17,7 @@ from services.runtime.errors import StoreUnavailable
 
 QUARANTINE_S = 600.0
 MAX_FINGERPRINTS = 1024
-"""More are not kept: what ends first gives way."""
+"""Fingerprints that are kept; beyond it, the one that ends first is evicted."""
 REFRESH_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ class Quarantine:
         return ends_at_s is not None and self._clock.monotonic() < ends_at_s
 
     def __len__(self) -> int:
-        """Fingerprints that are kept, those included whose time is just over."""
+        """Number of fingerprints that are kept, including those whose time is just over."""
         return len(self._ends_at_s)
 
     def add(self, fingerprint: str) -> None:
-        """Refused here from now on, and by the other gateways within about a second."""
+        """Has the fingerprint refused here from now on, and by the other gateways within about a second."""
         self._ends_at_s[fingerprint] = self._clock.monotonic() + self._quarantine_s
         self._trim()
         self._was_added.set()
@@ -61,13 +61,13 @@ class Quarantine:
         self._task = asyncio.create_task(self._exchange_always(), name="quarantine")
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops the exchange."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
     async def exchange(self) -> None:
-        """One exchange with Redis. Raises StoreUnavailable."""
+        """Exchanges fingerprints with Redis once. Raises StoreUnavailable."""
         now_s = self._clock.monotonic()
         args: list[str | int] = [MAX_FINGERPRINTS, round(self._quarantine_s * 1000)]
         for fingerprint, ends_at_s in self._ends_at_s.items():
@@ -77,7 +77,7 @@ class Quarantine:
         self._take(answer)
 
     def _take(self, answer: list[bytes | int]) -> None:
-        """(fingerprint, ms that are left) in turn; anybody may have written them."""
+        """(fingerprint, ms that are left) in turn; they are checked, since any program may have written them."""
         now_s = self._clock.monotonic()
         for raw, left_ms in zip(answer[::2], answer[1::2], strict=True):
             fingerprint = raw.decode(errors="replace") if isinstance(raw, bytes) else ""
@@ -105,8 +105,8 @@ class Quarantine:
 
 
 # KEYS: the set. ARGV: most members, longest stay in ms, then fingerprint and ms that are left, in turn. Answers all
-# members in the same way. A key that is none of ours is replaced; a member that would stay longer than any may is
-# thrown out, since the clock of Redis was set back or somebody else has written it.
+# members in the same way. A key of another type is replaced; a member that would stay longer than allowed is thrown
+# out, since the clock of Redis was set back or another program has written it.
 _EXCHANGE = Script("""
 local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)

@@ -6,9 +6,9 @@ request took too much or too little is given back or taken at its end, so a leve
 The time is that of Redis. Requests at once are names in a set that end 10 s after their last renewal: those of a
 gateway that died count no longer than that.
 
-While Redis is away each gateway goes on alone with the n-th part of every limit, at least one request (n: the gateways
-last seen), beginning with the n-th part of what was left. What it let through in that time is booked in Redis when
-that is back. A Redis that forgets gives every tenant a full bucket.
+While Redis is away each gateway continues alone with the n-th part of every limit, at least one request (n: the
+gateways last seen), beginning with the n-th part of what was left. What it let through in that time is booked in Redis
+when that is back. A Redis that forgets gives every tenant a full bucket.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ RETRY_INTERVAL_S = 0.5
 FLUSH_DELAY_S = 0.005
 """What ends within this time is written together."""
 CONCURRENCY_RETRY_S = 1.0
-"""What a client is told that has too many requests at once: nobody knows when one of them ends."""
+"""The wait that a client with too many requests at once is told: nobody knows when one of them ends."""
 MAX_DEBT = 10
 """A level falls to at most this many times the limit below zero."""
 MAX_RELEASES = 4096
-"""Of one tenant, while Redis is away; more end by themselves."""
+"""Releases that one tenant may have waiting while Redis is away; further holds expire by themselves."""
 
 REQUESTS, TOKENS, CONCURRENCY = "requests_per_minute", "tokens_per_minute", "concurrency"
 
@@ -58,7 +58,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Where one bucket stands. `reset_s`: until it is full again if nobody takes anything."""
+    """The level of one bucket. `reset_s`: seconds until it is full again if nothing is taken."""
 
     limit: int
     remaining: int
@@ -67,10 +67,10 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of an attempt to take something. `limit` names what was in the way; empty: it was taken.
+    """What became of an attempt to take something. `limit` names the limit in the way; empty: it was taken.
 
-    `requests` and `tokens` are None where there is no such limit. `num_requests` were taken: none for a request that
-    was known. `is_local`: Redis was not asked.
+    `requests` and `tokens` are None where the tenant has no such limit. `num_requests` is the number taken: 0 for a
+    request that was known. `is_local`: Redis did not answer, and the gateway decided alone.
     """
 
     limit: str = ""
@@ -82,7 +82,7 @@ class Verdict:
 
 
 class Bucket:
-    """The bucket of the module's docstring, here. A pure state machine over the time that is passed in."""
+    """A token bucket in this process, as the module describes it. A pure state machine over the time passed in."""
 
     def __init__(self, limit: float, *, level: float | None = None, now_s: float) -> None:
         self.limit = limit
@@ -97,7 +97,7 @@ class Bucket:
         return self.level
 
     def wait_s(self, cost: float, now_s: float) -> float:
-        """Seconds until `cost` can be taken; 0: now. A minute for what never can be."""
+        """Seconds until `cost` can be taken; 0: now. A minute for a cost that never can be taken."""
         missing = cost - self.refill(now_s)
         if self.limit <= 0:
             return PERIOD_S
@@ -106,7 +106,7 @@ class Bucket:
         return PERIOD_S if cost > self.limit else missing * PERIOD_S / self.limit
 
     def take(self, cost: float, now_s: float) -> None:
-        """Takes it, whether it is there or not; a negative `cost` is given back."""
+        """Takes `cost`, whether the bucket holds that much or not; a negative `cost` is given back."""
         self.level = max(-MAX_DEBT * self.limit, min(self.limit, self.refill(now_s) - cost))
 
 
@@ -118,7 +118,7 @@ class _Alone:
     untouched: dict[str, Bucket] = field(default_factory=dict)
 
     def taken(self, now_s: float) -> dict[str, float]:
-        """Limit → what Redis would have less if it had been there."""
+        """Limit → what Redis would have less if it had answered all the while."""
         return {
             limit: self.untouched[limit].refill(now_s) - bucket.refill(now_s) for limit, bucket in self.buckets.items()
         }
@@ -137,7 +137,7 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What this gateway knows of one tenant."""
+    """What this gateway remembers of one tenant."""
 
     limits: TenantLimits
     holds: dict[str, int] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class _Tenant:
     releases: set[str] = field(default_factory=set)
     """Names that have ended and that Redis may still have."""
     has_unknown_holds: bool = False
-    """Redis was not asked about some of `holds`."""
+    """Whether Redis was not asked about some of `holds`."""
     owed: dict[str, float] = field(default_factory=dict)
     """Limit → what Redis must still be told was taken; negative: given back."""
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -155,18 +155,18 @@ class _Tenant:
     """Requests that wait for Redis' answer."""
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether there is nothing to remember: nothing runs, and the buckets are full again, or deep in debt."""
+        """Whether nothing has to be remembered: nothing runs, and the buckets are full again, or deep in debt."""
         if any(now_s - at_s < PERIOD_S for _, at_s in self.seen.values()):
             return False
         return not (self.num_asking or self.holds or self.releases or self.owed or self.alone)
 
     def add_hold(self, name: str) -> None:
-        """Something of this name runs here."""
+        """Notes that one more request of this name runs here."""
         self.holds[name] = self.holds.get(name, 0) + 1
         self.releases.discard(name)
 
     def end_hold(self, name: str) -> None:
-        """It has ended; the name is given back with the last one that has it. Does nothing for an unknown name."""
+        """Notes that one has ended; the last one of a name gives it back. Does nothing for an unknown name."""
         num_left = self.holds.get(name, 0) - 1
         if num_left > 0:
             self.holds[name] = num_left
@@ -188,7 +188,7 @@ class _Tenant:
         return _Parcel(costs, alone_costs, releases, renewals)
 
     def unpack(self, parcel: _Parcel) -> None:
-        """Redis was not told."""
+        """Takes the parcel back, since Redis was not told."""
         self.releases |= parcel.releases - set(self.holds)
         while len(self.releases) > MAX_RELEASES:
             self.releases.pop()
@@ -199,7 +199,7 @@ class _Tenant:
                 self.owed[limit] = self.owed.get(limit, 0.0) + own_cost
 
     def end_alone(self, parcel: _Parcel, now_s: float) -> None:
-        """Redis was told what was taken without it. What was taken since then is owed."""
+        """Ends the time without Redis, which was told what was taken in it. What was taken since the parcel is owed."""
         alone, self.alone = self.alone, None
         if alone is not None:
             self.seen = {}
@@ -210,11 +210,11 @@ class _Tenant:
 
 
 class Limiter:
-    """Counts for one gateway, on one event loop. `gateway` is its incarnation."""
+    """Applies the tenants' limits for one gateway, on one event loop. `gateway` is its incarnation."""
 
     def __init__(self, store: Store, *, gateway: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self.num_gateways = 1
-        """As last seen; at least this one."""
+        """Number of gateways as last seen; at least this one."""
         self._store = store
         self._gateway = gateway
         self._clock = clock
@@ -232,7 +232,7 @@ class Limiter:
         self._task = asyncio.create_task(self._write_behind(), name="limits")
 
     async def close(self) -> None:
-        """Stops that, after what waits was written, if Redis is there."""
+        """Stops renewing and settling, and writes what waits if Redis answers."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -244,7 +244,7 @@ class Limiter:
     ) -> Verdict:
         """Takes all of it or nothing, in one round trip. `hold` names a request that begins to run.
 
-        A request whose hold is there already is the same one, which goes on: it takes no place and counts for no
+        A request whose hold exists already is one that continues: it takes no further place and counts as no further
         request. Never raises for a Redis that is away.
         """
         if limits.is_unlimited:
@@ -290,7 +290,7 @@ class Limiter:
         self._has_news.set()
 
     def hold(self, name: str, limits: TenantLimits, hold: str) -> None:
-        """Counts a request as running that nobody asks about: it was let in before. Ended by `settle`."""
+        """Counts a request as running without asking Redis: it was let in before. `settle` ends it."""
         if limits.concurrency is not None:
             tenant = self._tenant(name, limits)
             tenant.add_hold(hold)
@@ -332,7 +332,7 @@ class Limiter:
         return Verdict(str(refused_by), int(wait_ms) / 1000, rates[REQUESTS], rates[TOKENS], int(num_requests))
 
     def _take_alone(self, tenant: _Tenant, num_requests: int, num_tokens: int, hold: str) -> Verdict:
-        """The same without Redis."""
+        """Takes all of it or nothing from the buckets here, without Redis."""
         now_s = self._clock.monotonic()
         alone = self._go_alone(tenant)
         is_known = hold in tenant.holds
@@ -374,7 +374,7 @@ class Limiter:
         return alone
 
     async def _write_behind(self) -> None:
-        """Settles soon, renews every RENEW_INTERVAL_S."""
+        """Settles soon after there is news, and renews every RENEW_INTERVAL_S."""
         loop = asyncio.get_running_loop()
         renew_at_s = loop.time()
         while True:
@@ -432,7 +432,7 @@ class Limiter:
 
 
 def _rate(limit: int, level: float, full: float) -> Rate:
-    """What a client is told. `full`: the limit as it is applied here, which may be a part of it."""
+    """The level that a client is told. `full`: the limit as it is applied here, which may be a part of `limit`."""
     reset_s = (full - level) * PERIOD_S / full if full > 0 else 0.0
     return Rate(limit, max(0, math.floor(level + _SLACK)), max(0.0, reset_s))
 
@@ -444,7 +444,7 @@ def _bucket_args(limits: TenantLimits) -> tuple[int, int]:
 
 _ENCODER = msgspec.msgpack.Encoder()
 
-# What both scripts begin with. What is no number of ours counts as a full bucket.
+# What both scripts begin with. A level that is not a number counts as a full bucket.
 _BUCKETS = f"""
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
@@ -531,9 +531,9 @@ end
 return {{refused_by, wait_ms, taken, string.format('%.17g', levels[1]), string.format('%.17g', levels[2])}}
 """)
 
-# KEYS: the set of gateways, start of the keys of buckets and of holds. ARGV: this gateway, how long it counts as being
-# there and how long a hold lasts, in ms (0: it leaves), then in msgpack rows of (tenant, limits of requests and tokens,
-# what was taken of each, names that have ended, names that run). Answers the number of gateways.
+# KEYS: the set of gateways, start of the keys of buckets and of holds. ARGV: this gateway, how long it counts as
+# present and how long a hold lasts, in ms (0: it leaves), then in msgpack rows of (tenant, limits of requests and
+# tokens, what was taken of each, names that have ended, names that run). Answers the number of gateways.
 _SETTLE = Script(f"""{_BUCKETS}
 local gateway_ms, hold_ms = tonumber(ARGV[2]), tonumber(ARGV[3])
 expire_members(KEYS[1], hold_ms)

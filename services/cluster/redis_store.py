@@ -25,12 +25,12 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
 TIMEOUT_S = 0.1
-"""For an answer, on top of what the round trip takes."""
+"""Time for an answer, on top of what the round trip takes."""
 BREAKER_OPEN_S = 1.0
 PATIENT_TIMEOUT_S = 1.0
-"""For subscriptions, and for what nothing can go on without."""
+"""Time-out of subscriptions, and of calls without whose answer nothing can continue."""
 THREAD_TIMEOUT_S = 0.5
-"""For what a thread of its own does, which keeps no request waiting."""
+"""Time-out of calls from a thread of its own, which keeps no request waiting."""
 
 
 class Breaker:
@@ -104,7 +104,7 @@ class Store:
         self.keys = Keys(cluster)
         self.stats = StoreStats()
         self.last_failure = ""
-        """Why the call that failed last did."""
+        """Why the last call that failed did so."""
         self.round_trip = RoundTrip()
         self._timeout_s = timeout_s
         self._clock = clock
@@ -138,7 +138,7 @@ class Store:
             self._leave(call)
 
     async def run_patiently(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """Runs a script for who can do nothing without it: whatever other calls met, and for PATIENT_TIMEOUT_S.
+        """Runs a script whose caller needs the answer: also while the breaker is open, and for PATIENT_TIMEOUT_S.
 
         Raises StoreUnavailable.
         """
@@ -151,7 +151,7 @@ class Store:
             self._leave(call)
 
     async def info(self, section: str) -> dict[str, Any]:
-        """What Redis says of itself; nothing where it does not say it to us. Raises StoreUnavailable."""
+        """What Redis says of itself; nothing where it refuses to say it. Raises StoreUnavailable."""
         try:
             async with asyncio.timeout(PATIENT_TIMEOUT_S):
                 return dict(await self._patient_client.info(section))
@@ -180,7 +180,7 @@ class Store:
             self.round_trip.observe(self._clock.monotonic() - began_s)
 
     def _leave(self, call: asyncio.Task[Any]) -> None:
-        """Cancels a call that nobody waits for any more, and keeps it until it has ended."""
+        """Cancels a call that nobody waits for any longer, and keeps it until it has ended."""
         if not call.done():
             self._left_calls.add(call)
             call.add_done_callback(self._forget)

@@ -27,12 +27,13 @@ class Sentinels:
     service: str
     server: Mapping[str, Any]
     sentinel: Mapping[str, Any]
-    """Of the sentinels: the same TLS; their own user and password, by `sentinel_username` and `sentinel_password`."""
+    """Arguments for the sentinels: TLS as for the servers, and the user and password that `sentinel_username` and
+    `sentinel_password` give."""
     has_tls: bool
 
 
 def check_url(url: str) -> str:
-    """The URL itself, if Redis can be reached by such a one. Raises ConfigError, without the password."""
+    """The URL itself, if it is one by which Redis can be reached. Raises ConfigError, without the password."""
     try:
         sentinels = sentinels_of(url)
         arguments = dict(parse_url(url) if sentinels is None else sentinels.server)

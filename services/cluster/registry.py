@@ -1,6 +1,6 @@
-"""Who is in the cluster: workers keep a lease on their record, gateways watch all records. Knows no request.
+"""The members of the cluster: workers keep a lease on their record, gateways watch all records. Knows no request.
 
-Of two processes that claim one worker id the one that started later wins, by (start time, incarnation): the older
+Where two processes claim one worker id the one that started later wins, by (start time, incarnation): the older
 one's renewals are refused and its release deletes nothing. A process whose clock was set back waits until the record
 of its predecessor has expired.
 """
@@ -65,12 +65,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """32 hex digits, new at each start."""
     started_unix_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     version: ShortText = ""
-    """Of this project; empty: unknown."""
+    """Version of this project that the worker runs; empty: unknown."""
     state: WorkerState
     model: ShortText
     exact: bool
     identity: ShortText = ""
-    """All that decides its tokens, as text of an `AnswerIdentity`; empty: unknown, and equal to nobody's."""
+    """All that decides its tokens, as text of an `AnswerIdentity`; empty: unknown, and equal to no other."""
     facts: ModelFacts | None = None
     """What it must agree on with its gateway; None: unknown."""
     arithmetic: ShortText = ""
@@ -92,7 +92,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
-    """Whom it works for. Empty: everybody."""
+    """Tenants that it works for. Empty: all."""
     channels: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_CHANNELS)] = {}
     """The channel on which it sends pages to each worker, by that one's id."""
     pages_total: Count = 0
@@ -129,7 +129,7 @@ def new_incarnation() -> str:
 
 
 def named_channels(channels: Mapping[str, str]) -> dict[str, str]:
-    """As many channels as a record takes; who has more peers shows the first."""
+    """As many channels as a record takes; a worker with more peers shows the first."""
     return dict(islice(channels.items(), MAX_CHANNELS))
 
 
@@ -137,7 +137,7 @@ class WorkerLease:
     """Keeps a worker's record in Redis from a thread of its own, which neither engine nor event loop can delay.
 
     Redis may be away, frozen, flushed or restarted: the record is back within a beat of its return. If a newer
-    process has taken the id, `on_lost` is called from the lease's thread and nothing is written any more. With
+    process has taken the id, `on_lost` is called from the lease's thread and nothing more is written. With
     `secrets` the record is signed, and the secret itself is shared through Redis where it is not configured.
     """
 
@@ -179,7 +179,7 @@ class WorkerLease:
         return not self._is_lost and renewed_at_s is not None and time.monotonic() - renewed_at_s < self._ttl_s
 
     def start(self) -> None:
-        """Begins to publish; returns at once, whether Redis is there or not."""
+        """Begins to publish; returns at once, whether Redis answers or not."""
         self._thread.start()
 
     def update(self, **changes: Any) -> None:
@@ -273,7 +273,7 @@ async def list_workers(
 ) -> tuple[str, dict[str, WorkerRecord]]:
     """The epoch of Redis' memory and the records in it. What is not a record is left out and counted.
 
-    With `secrets`, so is a record that no holder of one of them has signed; `on_unsigned` is told of it.
+    With `secrets`, a record that no holder of one of them has signed is left out too; `on_unsigned` is told of it.
 
     Raises StoreUnavailable.
     """
@@ -284,7 +284,7 @@ async def list_workers(
 async def list_leases(
     store: Store, secrets: Secrets | None = None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
 ) -> tuple[str, dict[str, WorkerRecord], dict[str, float]]:
-    """As `list_workers`, and for each record the seconds since its lease was renewed. Raises StoreUnavailable."""
+    """What `list_workers` returns, and each record's seconds since its lease was renewed. Raises StoreUnavailable."""
     keys = store.keys
     if secrets is not None:
         await share_through(store, secrets)
@@ -307,13 +307,13 @@ async def list_leases(
 
 
 class _Doubts:
-    """Says once of each record that it is not believed."""
+    """The records that are not believed, each of which is named in the log once."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
     def note(self, record: WorkerRecord) -> None:
-        """Takes a record that nobody of the cluster has signed."""
+        """Warns once of a record that no holder of the cluster's secret has signed."""
         if record.incarnation in self._noted or len(self._noted) >= MAX_NOTED:
             return
         self._noted.add(record.incarnation)
@@ -352,7 +352,7 @@ class MembershipView:
         self._workers = {**self._awaited, **records}
 
     def lose_sight(self) -> None:
-        """Redis did not answer."""
+        """Notes that Redis did not answer."""
         self._is_stale = True
 
 
@@ -432,8 +432,8 @@ def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:
 _DECODER = msgspec.json.Decoder(WorkerRecord)
 
 # KEYS: the worker's record, the set of ids, the channel. ARGV: order, record, TTL in ms, id, state, proof.
-# Answers 1, or 0 if a newer incarnation holds the record. A record that is not ours to read (wrong type, no order,
-# an endless TTL) protects nothing and is replaced.
+# Answers 1, or 0 if a newer incarnation holds the record. A record that cannot be right (wrong type, no order, an
+# endless TTL) protects nothing and is replaced.
 _RENEW = Script("""
 local kind = redis.call('TYPE', KEYS[1]).ok
 local order, state = false, false
@@ -464,10 +464,10 @@ redis.call('PUBLISH', KEYS[3], ARGV[2])
 return 1
 """)
 
-# KEYS: the set of ids, the epoch. ARGV: an epoch to set if there is none, prefix of records, most ids, most bytes of
+# KEYS: the set of ids, the epoch. ARGV: an epoch to set if Redis has none, prefix of records, most ids, most bytes of
 # a record and of a proof. Answers the epoch, how many values were not what they should be, and per worker: id, order,
-# record, proof. A set that is none or too large is thrown away under a new epoch, so that the leases fill it again
-# before anybody is missed.
+# record, proof. What is not a set, or a set that is too large, is thrown away under a new epoch, so that the
+# leases fill it again before anybody is missed.
 _LIST = Script("""
 local epoch = redis.call('TYPE', KEYS[2]).ok == 'string' and redis.call('GETRANGE', KEYS[2], 0, 64)
 if not epoch or #epoch ~= 32 or string.find(epoch, '%X') then

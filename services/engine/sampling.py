@@ -172,7 +172,7 @@ def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
 
 def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:
     if allowed is not None and not any(allowed):
-        return NothingAllowed("the schema is too complex for this answer to go on", field="response_format")
+        return NothingAllowed("the schema is too complex for this answer to continue", field="response_format")
     return NonFiniteLogits(
         f"no token can be chosen at position {sequence.num_tokens}: "
         "the model's output is not finite, or every token is ruled out"

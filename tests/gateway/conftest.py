@@ -106,7 +106,7 @@ class Attempt:
     worker: "ScriptedWorker"
     pause_asked: bool = False
     has_begun: bool = False
-    """What is said of it to who cancels it and asks."""
+    """What the worker answers to a gateway that cancels the attempt and asks whether it began."""
     unpaused: asyncio.Event = field(default_factory=asyncio.Event)
     hand_overs: list[worker_pb2.HandOver] = field(default_factory=list)
 
@@ -124,7 +124,7 @@ class Attempt:
 
     @property
     def handle(self) -> int:
-        """Under which single tokens are told; 0: as by a worker of before there were any."""
+        """The handle under which single tokens are sent; 0: the worker is of a version before handles."""
         return self.request.handle if self.worker.role == "decode" and self.worker.knows_handles else 0
 
     def emit(self, payload: Any) -> None:
@@ -174,7 +174,7 @@ class ScriptedWorker:
     script: Script
     on_hand_over: Script = no_hand_over
     gives_word: bool = True
-    """False: it hangs, is about to die, or is of a version that does not know the question."""
+    """Whether it answers what became of an attempt. False: it hangs, is about to die, or is of an older version."""
     word_delay_s: float = 0.0
     incarnation: str = field(default_factory=new_incarnation)
     attempts: list[Attempt] = field(default_factory=list)
@@ -194,7 +194,7 @@ class ScriptedWorker:
     model: str = "tiny"
     arithmetic: str = ""
     identity: str | None = None
-    """None: one that follows from the two above."""
+    """Identity of the worker; None: one that follows from `fingerprint` and `arithmetic`."""
     facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -313,7 +313,7 @@ class Pair:
         self.handed_off: dict[tuple[str, int], asyncio.Event] = {}
 
     def step_s_of(self, attempt: Attempt) -> float:
-        """How long the worker takes for a step."""
+        """Seconds that the worker takes for a step."""
         return self.step_s
 
     def event(self, attempt: Attempt) -> asyncio.Event:
@@ -398,7 +398,7 @@ class System:
         return await self.http.post("/v1/chat/completions", json={"messages": messages, **body})
 
     async def flush_journals(self) -> None:
-        """All that another gateway needs is in Redis, which may have been too busy to answer at first."""
+        """Waits until Redis, which may be too busy at first, has all that another gateway needs."""
         async with asyncio.timeout(10):
             while True:
                 try:

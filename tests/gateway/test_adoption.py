@@ -1,4 +1,4 @@
-"""Calls that go on where another gateway left them: stored, adopted, and their seeds."""
+"""Calls that continue where another gateway left them: stored, adopted, and their seeds."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Bad requests, one test id per row: each gets its error with the field named, and the server goes on."""
+"""Bad requests, one test id per row: each gets its error with the field named, and the server keeps serving."""
 
 import asyncio
 import contextlib
@@ -536,7 +536,7 @@ SLOW = {"long and slow": (100_000, True), "long and quick": (6_000_000, False), 
 
 @pytest.mark.parametrize("row", SLOW)
 async def test_a_long_body_has_to_come_at_a_least_rate(system, monkeypatch, row):
-    """A small one has its time: it holds little."""
+    """A small body may take its time, since it holds little memory."""
     num_bytes, is_refused = SLOW[row]
     monkeypatch.setattr("gateway.http.exchange.BODY_LOOK_S", 0.2)
     monkeypatch.setattr("gateway.http.exchange.MIN_BODY_BYTES_PER_S", 5_000_000)
@@ -945,7 +945,7 @@ def whole_call(stream: int, head: bytes) -> bytes:
 
 
 async def flooded(port, frames: bytes, *, until=(PING, LAST_PING), times: int = 1) -> bytes:
-    """What the gRPC port says to these frames and a ping, up to its end or that it has said `until` so often."""
+    """What the gRPC port says to these frames and a ping, until it ends or has said `until` `times` times."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = bytearray()
     try:
@@ -1024,7 +1024,7 @@ async def test_a_flood_of_settings_is_answered_or_ended(system):
 
 
 async def flood_with_settings(port):
-    """Each is acknowledged, or the connection ends."""
+    """Sends 10,000 settings; returns when each is acknowledged, or the connection ends."""
     await flooded(port, frame(SETTINGS) * 10_000, until=(SETTINGS, b""), times=10_000)
 
 
@@ -1036,7 +1036,7 @@ def repeated_header() -> bytes:
 HEADER_TRICKS = {
     "table larger than allowed": b"\x3f\xe1\xff\xff\x03",
     "number of endless zeros": b"\x3f" + b"\x80" * 10_000 + b"\x01",
-    "place that is none": b"\xff\xff\xff\xff\x0f",
+    "place that does not exist": b"\xff\xff\xff\xff\x0f",
     "value named again and again": repeated_header(),
 }
 
@@ -1073,7 +1073,7 @@ async def test_floods_and_tricks_take_no_memory(model_folder, redis_url, cluster
 
 
 def peak_bytes(pid: int, *, is_reset: bool = False) -> int:
-    """The most memory that a process has had, since it was last reset: to what it has now."""
+    """The most memory that a process has had since the last reset; `is_reset` sets it to the present use first."""
     if is_reset:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What the gateway notes of its requests: routes of sessions, placements, whom to avoid. Nothing is left of it."""
+"""What the gateway notes of its requests: routes of sessions, placements, workers to avoid. Nothing is left of it."""
 
 import asyncio
 
@@ -107,7 +107,7 @@ async def test_who_leaves_is_told_to_a_worker_whose_commands_pile_up(make_system
 async def test_a_worker_that_was_seen_while_it_was_starting_is_connected_at_once(
     worker_type, pair, redis_url, cluster_name, monkeypatch
 ):
-    """It had no address yet."""
+    """While it was starting, the worker had no address yet."""
     addresses = []
     make_channel = rpc.make_channel
     monkeypatch.setattr(rpc, "make_channel", lambda address: (addresses.append(address), make_channel(address))[1])

@@ -23,7 +23,7 @@ def cached(body):
 
 
 def prefill_finding(pair, *num_cached, fails=0):
-    """A prefill worker that finds so many tokens of its first, second … attempt, of which the first ones fail."""
+    """A prefill worker that finds `num_cached[N]` tokens for its attempt N; the first `fails` attempts fail."""
 
     async def prefill(attempt):
         attempt.emit(worker_pb2.PrefillStarted(num_cached_tokens=num_cached[attempt.key[1] - 1]))

@@ -1,4 +1,4 @@
-"""Tools and reasoning in /v1/chat/completions: prompts, answers whole and streamed, streams that are gone on with."""
+"""Tools and reasoning in /v1/chat/completions: prompts, answers whole and streamed, streams that are resumed."""
 
 import asyncio
 import json
@@ -164,7 +164,7 @@ def put_together_from(chunks):
 
 
 def taken_apart(body):
-    """The same of a whole answer."""
+    """What a whole answer holds, in the form of `put_together`."""
     choice = ChatCompletion.model_validate(body).choices[0]
     message = body["choices"][0]["message"]
     calls = [[call.id, call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
@@ -954,7 +954,7 @@ async def test_several_answers_with_log_probabilities_and_forced_calls(serve):
         assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "clock", "arguments": "{}"}]
         assert choice["message"]["content"] is None
         assert choice["finish_reason"] == "tool_calls"
-        # Of every token, those of the marks and of the end too, as for other answers.
+        # Every token has one, those of the marks and of the end too, as for other answers.
         assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text + "<|end|>"
     assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 3
     chunks = [data for data, _ in events_of(await ask(system, stream=True, **body))]

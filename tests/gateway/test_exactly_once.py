@@ -20,7 +20,7 @@ ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
 @pytest.fixture(autouse=True)
 def patient_gateways(monkeypatch):
-    """They wait longer for Redis than in production: without it they go on from nothing, which is not what is tried."""
+    """Has gateways wait longer for Redis than in production: without Redis they would begin the answer again."""
     monkeypatch.setattr("gateway.assembly.Store", functools.partial(Store, timeout_s=2.0))
 
 
@@ -98,7 +98,7 @@ class Events:
 
 
 async def read(system, events, headers, body, *, num_tokens=10**9, path="/v1/completions"):
-    """Reads a stream into `events`; leaves once it has so many tokens of all answers."""
+    """Reads a stream into `events`; leaves once it has `num_tokens` of all answers together."""
     sent = dict(headers)
     if events.last_id is not None:
         sent["last-event-id"] = events.last_id
@@ -149,7 +149,7 @@ def grpc_request(request_id="mine", **changes):
 
 
 async def flushed(system):
-    """All that another gateway needs is in Redis."""
+    """Waits until Redis has all that another gateway needs."""
     await system.flush_journals()
 
 

@@ -425,7 +425,7 @@ OUTSIDE = "token id 512 is outside the model's vocabulary of 512"
 async def test_a_request_that_a_worker_calls_wrong_is_tried_elsewhere(
     make_system, worker_type, pair, role, is_taken_first
 ):
-    """The gateway has checked it: what is wrong is that worker."""
+    """The gateway has checked the request, so the worker is at fault."""
     system = await make_system()
 
     async def refuses(attempt):
@@ -724,8 +724,8 @@ HOURS_S = 3600.0
 
 @pytest.fixture
 def lose(monkeypatch):
-    """Breaks the stream to a worker, whose lease goes on, for ever; `wait_s` is how long requests wait, `away_s` how
-    long a worker counts as away for a moment."""
+    """Breaks the stream to a worker for ever, while its lease stays valid; `wait_s` is how long requests wait, `away_s`
+    how long a worker counts as away for a moment."""
 
     async def lose(system, worker, *, wait_s=HOURS_S, away_s=HOURS_S):
         monkeypatch.setattr("gateway.requests.placing.LEASE_TTL_S", wait_s)
@@ -761,7 +761,7 @@ async def test_nobody_waits_for_a_worker_that_has_been_away_for_longer_than_a_le
 async def test_nobody_waits_for_a_worker_while_redis_has_been_away_for_longer_than_a_lease_lasts(
     make_system, worker_type, pair, lose
 ):
-    """Nobody can say then whether it is registered still."""
+    """Nothing can tell then whether the worker is still registered."""
     with EmbeddedRedis(port=_free_port()) as redis:
         system = await make_system(redis=redis.url)
         worker = await system.add(worker_type("decode", "decode-0", pair.decode))

@@ -31,7 +31,7 @@ async def report(system, worker_id, facts, state):
 
 
 async def ask(system, num, **body):
-    """So many requests, one after the other; returns how many each worker got."""
+    """Sends `num` requests, one after the other; returns how many each worker got."""
     before = {worker_id: len(worker.attempts) for worker_id, worker in system.workers.items()}
     for number in range(num):
         answer = await system.complete(prompt=[5 + number, 6, 7], max_tokens=4, **body)

@@ -1,4 +1,4 @@
-"""Workers that are kept for some tenants: whoever may not use them is not delayed by those who wait for them."""
+"""Workers that are kept for some tenants: requests that may not use them are not delayed by those waiting for them."""
 
 import asyncio
 import collections
@@ -47,7 +47,7 @@ async def ask(system, tenant, number=5, service_class="normal"):
 
 
 async def fill(system, script, tenant, service_class="critical"):
-    """One request runs and NUM_WAITING wait behind it."""
+    """Sends requests until one runs and NUM_WAITING wait behind it."""
     tasks = [asyncio.create_task(ask(system, tenant, service_class=service_class)) for _ in range(NUM_WAITING + 1)]
     await system.until(lambda: len(script.took) == 1 and system.gateway.requests.num_queued == NUM_WAITING)
     return tasks
@@ -93,7 +93,7 @@ async def test_who_has_a_free_worker_of_its_own_passes_those_that_wait_for_share
     second = asyncio.create_task(ask(system, "a", number=6))
     await system.until(lambda: len(of_a.took) == 1)
     assert (len(shared.took), system.gateway.requests.num_queued) == (1, NUM_WAITING + 1)
-    # The other one of a waits for both workers. On the shared one all that are critical go before it.
+    # The other request of tenant a waits for both workers. On the shared one all critical requests go before it.
     of_a.ends.release()
     await system.until(lambda: len(of_a.took) == 2)
     of_a.ends.release()
@@ -165,7 +165,7 @@ async def test_nobody_takes_what_one_before_it_waits_for(make_system, add):
 
 
 async def test_a_fair_queue_is_fair_to_tenants_of_different_lanes(make_system, add):
-    """One tenant has more workers than the other: on those that both may use their turns alternate."""
+    """One tenant has more workers than the other; on the workers that both may use, their turns alternate."""
     system = await make_system(queue_strategy="fair")
     shared, of_a = await add(system, "decode-0"), await add(system, "decode-a", "a")
     tasks = [asyncio.create_task(ask(system, "a", 7)), asyncio.create_task(ask(system, "a", 7))]

@@ -251,7 +251,7 @@ async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_sys
                         num_tokens[choice["index"]] += len((choice["logprobs"] or {}).get("content", ()))
                 if all(count == 400 for count in num_tokens.values()):
                     break
-        # Who reads has everything while the other one still hangs there; now that one is dropped too.
+        # The client that reads has everything while the other one still hangs there; now that one is dropped too.
         assert len(decode.attempts) == (8 if name == "unnamed" else 4)
         await system.until(lambda: len(decode.cancelled) == len(decode.attempts))
         await until_idle(system)

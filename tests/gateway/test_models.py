@@ -170,7 +170,7 @@ async def test_what_dies_or_leaves_is_not_followed_by_a_worker_of_another_model(
     events = read_sse((await task).text)
     assert events[0]["model"] == "large"
     assert "error" in events[-1]
-    # Neither moved there nor begun again there, whatever was allowed: the client has a token already.
+    # The answer is neither moved there nor begun again there, whatever was allowed: the client has a token already.
     assert not small.attempts
 
 
@@ -372,7 +372,7 @@ async def test_a_worker_that_takes_the_call_in_time_keeps_it(two_models, worker_
 async def test_each_model_of_the_chain_tokenizes_for_itself(two_models, worker_type, folders):
     system = await two_models(chain=("small", "foreign"))
     foreign = await add_decode(system, worker_type, "foreign", Answering(LARGE_ANSWER).decode)
-    # There is no worker for `small`, and nothing is tried there.
+    # `small` has no worker, and nothing is tried there.
     answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("foreign", "large -> foreign; reason=unavailable")
     expected = Tokenizer.from_file(str(folders / "foreign" / "tokenizer.json")).encode(PROMPT).ids
@@ -675,7 +675,7 @@ async def test_a_key_names_models_by_their_own_names(guarded_models, worker_type
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await tokenized
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        # Whether there is such a model is nobody's business who may not use it.
+        # A client that may not use a model is not told whether it exists.
         assert (await complete(system, "none", headers=shows("small"))).status_code == 403
         assert (await complete(system, "none", headers=shows("all"))).status_code == 404
         assert (await complete(system, None, headers=shows("small"))).json()["error"]["param"] == "model"
@@ -761,7 +761,7 @@ async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_t
     small = await add_decode(system, worker_type, "small", refuses)
 
     async def tried(*refusals):
-        """Not at once again: what is given back is booked beside the answer."""
+        """Asks until the status is not in `refusals`: what is given back is booked beside the answer."""
         while (answer := await complete(system, headers=shows("all"))).status_code in refusals:  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.02)
         return answer

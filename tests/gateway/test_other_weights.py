@@ -38,7 +38,7 @@ def dies_after(pair, num_tokens, may_die):
 
 
 async def begun(system, worker_type, pair, num_tokens, may_die):
-    """(the request, a worker with other weights), when a worker that will die has given so many tokens."""
+    """(the request, a worker with other weights), when a worker that will die has given `num_tokens`."""
     await system.add(worker_type("decode", "decode-0", dies_after(pair, num_tokens, may_die), fingerprint="old"))
     waiting = asyncio.create_task(ask(system))
     await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
@@ -48,12 +48,12 @@ async def begun(system, worker_type, pair, num_tokens, may_die):
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
 async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, worker_type, pair, answer, num_tokens):
-    """Two halves of two models would be nobody's answer."""
+    """Halves from two models would be the answer of neither."""
     system, may_die = await make_system(), asyncio.Event()
     waiting, other = await begun(system, worker_type, pair, num_tokens, may_die)
     may_die.set()
     await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
-    assert (await ask(system, [7, 7])).status_code == 200  # who waits for the old weights is in nobody's way
+    assert (await ask(system, [7, 7])).status_code == 200  # requests that wait for the old weights block no others
     prompts = [list(attempt.spec.prompt_token_ids) for attempt in other.attempts]
     assert prompts == ([[7, 7]] if num_tokens else [[5, 6, 7], [7, 7]])
     await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="old"))
@@ -62,7 +62,7 @@ async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, wor
 
 
 async def waiting_for_room(system, worker_type, pair, may_die, may_end):
-    """(a begun answer whose weights have room nowhere, one that takes the room, the worker): when `may_die` is set."""
+    """(a begun answer whose weights have no room, one that takes the room, the worker), once `may_die` is set."""
 
     async def waits(attempt):
         await may_end.wait()

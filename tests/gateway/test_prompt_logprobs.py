@@ -259,7 +259,7 @@ async def test_after_a_failure_a_prompt_that_was_not_reported_counts_as_computed
 
 
 async def test_a_worker_that_leaves_them_out_is_not_believed(make_system, worker_type, answer):
-    """An older one, say, that knows nothing of the field."""
+    """Such a worker may be an older one that does not know the field."""
     system = await make_system(max_attempts=1)
 
     async def forgets(attempt):

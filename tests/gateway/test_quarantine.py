@@ -86,7 +86,7 @@ async def test_decode_workers_die_of_it(make_system, worker_type, pair, answer, 
         await system.add(worker_type("decode", f"decode-{number}", scripts.decode))
     assert is_quarantined(await ask(system, POISON, seed=1))
     assert len(scripts.dead) == 3
-    # The same again is refused at once, with another seed, too; something else is served.
+    # The request is refused at once from now on, also with another seed; other requests are served.
     for seed in (1, 2, None):
         assert is_quarantined(await ask(system, POISON, seed=seed))
     assert len(scripts.dead) == 3
@@ -277,7 +277,7 @@ async def test_who_only_receives_pages_did_not_die_of_it(make_system, worker_typ
 
 
 async def test_decode_workers_that_die_before_they_could_say_that_they_began_count(make_system, worker_type, pair):
-    """The prefill worker knows that its part was over; its word of that is behind the death."""
+    """The prefill worker knows that its part was over; its message of that arrives after the death."""
     system, dead = await make_system(), []
     is_done = asyncio.Event()
 
@@ -321,7 +321,7 @@ async def test_words_that_nobody_asked_for_change_nothing(make_system, worker_ty
 
 
 async def test_connections_that_break_are_no_deaths(make_system, worker_type, pair, answer):
-    """The same process is heard of again: it has not died of anything."""
+    """The worker's process is heard of again, so it has not died of anything."""
     system, broken = await make_system(), []
 
     async def loses_its_connection(attempt):
@@ -365,7 +365,7 @@ async def test_neighbours_of_a_poison_request_are_served(make_system, worker_typ
 
 
 async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system, worker_type, pair, answer):
-    """Nobody had a token from the second worker when the poison killed it; the first had known the neighbours."""
+    """The second worker had given no tokens when the poison killed it; the first had given the neighbours some."""
     system, scripts = await make_system(), Poisonable(pair, num_neighbours=4)
 
     async def stuck(attempt):
@@ -476,7 +476,7 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
 
 
 async def test_two_that_share_two_deaths_are_both_tried_again(make_system, worker_type, pair, answer):
-    """One knows at once that it lost a second worker; that the other was there too is known a little later."""
+    """One knows at once that it lost a second worker; that the other one was on it too is known a little later."""
     system, first, second = await make_system(), [], []
     may_die, may_die_next = asyncio.Event(), asyncio.Event()
 
@@ -545,7 +545,7 @@ async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worke
 
 
 async def test_a_client_that_leaves_on_trial_holds_up_nobody(make_system, worker_type, pair, answer, monkeypatch):
-    """Of four that shared a death each is tried alone: one leaves while it is tried, one while it waits for that."""
+    """Each of four that shared a death is tried alone: one leaves while it is tried, one while it waits for that."""
     monkeypatch.setattr("gateway.requests.quarantine.TRIAL_WAIT_S", 3600.0)
     system, tried = await make_system(), []
 
@@ -600,7 +600,7 @@ async def test_a_request_that_is_beside_deaths_by_chance_is_served(make_system, 
 
 
 async def test_where_others_die_too_it_takes_one_death_more(make_system, worker_type, pair):
-    """Workers die that had nothing to do with a request: then its own deaths may be chance too."""
+    """Where workers die that had nothing to do with a request, its own deaths may be chance too."""
     system, scripts = await make_system(), Poisonable(pair)
     may_die = asyncio.Event()
 
@@ -658,7 +658,7 @@ async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_syste
 
 
 async def test_a_death_in_a_trial_that_two_shared_is_no_proof(make_system, worker_type, pair, answer):
-    """One had tokens from the first worker and did not wait; for the other there was no other way than to the same."""
+    """One had tokens from the first worker and did not wait; the other one could only go to the same worker."""
     system, seen = await make_system(), {0: [], 1: [], 2: [], 3: []}
     may_die = [asyncio.Event() for _ in range(3)]
 

@@ -1,4 +1,4 @@
-"""/v1/responses: answers whole and streamed as the official client reads them, streams that go on, refusals."""
+"""/v1/responses: answers whole and streamed as the official client reads them, streams that are resumed, refusals."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def ask_whole(system, headers=None, **body):
 
 
 def events_of(response):
-    """(event, id) of each event, each judged by the official types; the id is empty where there is none."""
+    """(event, id) of each event, each judged by the official types; the id is empty where the event has none."""
     events = []
     for block in response.text.split("\n\n")[:-1]:
         name, data, *event_id = block.split("\n")
@@ -433,7 +433,7 @@ def nested(depth):
 
 
 async def test_what_nobody_reads_is_not_given_back(serve):
-    """However deep it is."""
+    """However deep the part is that nobody reads, it is not given back."""
     system = await serve("hermes", "ok")
     response = await ask_whole(
         system,
@@ -479,7 +479,7 @@ async def test_refusals_of_a_chat_are_told_in_the_words_of_this_api(system):
     assert not system.workers["decode-0"].attempts
 
 
-# --- streams that break off, and go on -------------------------------------------------------------------------------
+# --- streams that break off, and are resumed -------------------------------------------------------------------------
 
 
 def continued(events):
@@ -595,7 +595,7 @@ async def test_error_in_a_stream_is_an_event_and_a_failed_response(make_system, 
 
 async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worker_type, monkeypatch):
     system = await make_system()
-    broken = InvalidRequest("response_format cannot go on", field="response_format")
+    broken = InvalidRequest("response_format cannot continue", field="response_format")
     # Workers' own errors come without the member's name.
     monkeypatch.setattr("gateway.topology.wire._blamed", lambda _: broken)
 
@@ -608,7 +608,7 @@ async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worke
     await system.add(worker_type("decode", "decode-0", decode))
     for headers in (None, {"x-request-id": "mine"}):
         *_, error, failed = [event for event, _ in await ask_streamed(system, headers)]
-        assert (error["param"], error["message"]) == ("text.format", "text.format cannot go on")
+        assert (error["param"], error["message"]) == ("text.format", "text.format cannot continue")
         assert failed["response"]["error"]["message"] == error["message"]
 
 

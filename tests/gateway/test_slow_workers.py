@@ -40,7 +40,7 @@ class Stalled:
             session.wake.set = lambda: None
 
     def stop_renewing(self):
-        """As a process that was stopped: its lease's thread does nothing."""
+        """Has the lease's thread do nothing, as in a process that was stopped."""
         self._monkeypatch.setattr(self.worker.lease, "_renew", lambda: None)
 
 
@@ -70,7 +70,7 @@ async def under_way(system, worker_type, monkeypatch):
 
 
 async def silent_for(session, seconds):
-    """Until the session has had no word from the worker for so long, or is broken."""
+    """Waits until the session has had no word from the worker for `seconds`, or is broken."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(20):
         while session.is_up and session.has_spoken_since(loop.time() - seconds):  # noqa: ASYNC110 - nothing tells of silence

@@ -15,7 +15,7 @@ NUM_EACH = 24
 
 
 class OneAtATime:
-    """A decode worker's script: says whose request came, and ends it when the gate is open."""
+    """A decode worker's script: notes each request, and ends it when the gate is open."""
 
     def __init__(self):
         self.gate = asyncio.Event()

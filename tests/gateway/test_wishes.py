@@ -97,7 +97,7 @@ async def full(make_system, worker_type):
 
 
 async def ask(system, number, headers=None, **body):
-    """`number` is how the worker tells it from others."""
+    """Sends a request; `number` is how the worker tells it from others."""
     body = {"prompt": [number], "max_tokens": 4, **body}
     return await system.http.post("/v1/completions", json=body, headers=headers or {})
 
@@ -180,7 +180,7 @@ async def test_an_operator_chooses_for_all_others_while_it_runs(make_system, pai
 
         with caplog.at_level(logging.INFO, logger="gateway.edge.grpc_cluster"):
             assert await choose("local") == MODES["auto"]
-        record = next(one for one in caplog.records if "who computes prompts" in one.message)
+        record = next(one for one in caplog.records if "an operator chose" in one.message)
         assert (record.before, record.now) == ("auto", "local")
         assert await is_local()
         assert not await is_local({"x-tandem-prefill": "remote"})

@@ -68,7 +68,7 @@ def shows(name):
 
 
 class Script:
-    """A decode worker's: two tokens, the rest of them when `gate` is open."""
+    """The script of a decode worker: sends two tokens, and the others when `gate` is open."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -133,7 +133,7 @@ async def eventually(holds):
             await asyncio.sleep(0.02)
 
 
-# --- who is it -------------------------------------------------------------------------------------------------------
+# --- whose request it is ---------------------------------------------------------------------------------------------
 
 
 async def test_without_a_file_everybody_may_do_everything(make_system, worker_type, script):
@@ -182,7 +182,7 @@ async def test_a_good_key_and_its_spellings(guarded):
 
 
 async def test_a_body_is_not_read_for_nobody(guarded):
-    """Whoever has no key is refused before the body has come, and loses the connection."""
+    """A client without a key is refused before its body has come, and loses the connection."""
     system = await guarded()
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(
@@ -233,7 +233,7 @@ OPERATORS_PAGES = ("/metrics", "/cluster", "/dashboard/data", "/dashboard/reques
 
 
 async def check_operators_port(base_url, good, bad):
-    """`good` and `bad`: headers that open it and that do not."""
+    """Checks a page's access; `good` and `bad` are headers that open it and that do not."""
     async with httpx.AsyncClient(base_url=base_url) as http:
         for path in ("/health", "/ready", "/dashboard"):
             assert (await http.get(path)).status_code in (200, 503)
@@ -533,7 +533,7 @@ async def test_a_refused_request_gives_everything_back(guarded, script):
     system = await guarded(limits)
 
     async def is_refused_for_its_tokens_alone():
-        """What the refusal before had taken comes back a moment after its answer."""
+        """Whether tokens alone are the reason; what the refusal before took is given back a moment after its answer."""
         return "tokens_per_minute" in error_of(await post(system, "plain", max_tokens=60), 429)["message"]
 
     for _ in range(4):
@@ -546,7 +546,7 @@ async def test_a_refused_request_gives_everything_back(guarded, script):
 
 
 async def test_a_full_gateway_asks_no_limit(guarded, monkeypatch):
-    """The cheapest refusal comes first: nothing is taken, so there is nothing to give back."""
+    """The cheapest refusal comes first: nothing is taken, so nothing has to be given back."""
     system = await guarded("[tenant.acme]\nrequests_per_minute = 1\nconcurrency = 1\n")
     taken = []
     take = system.gateway.limiter.take
@@ -695,7 +695,7 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
         lines = response.aiter_lines()  # kept: with the iterator the connection would end
         await anext(lines)
         await first.flush_journals()
-        # Its gateway is still there, but the client asks another one.
+        # Its gateway still runs, but the client asks another one.
         second_try = asyncio.create_task(post_until_known(second, body, sent))
         await second.until(lambda: second.gateway.requests.num_running == 1)
         error_of(await post(second, "second"), 429)
@@ -815,7 +815,7 @@ async def test_grpc_needs_a_key_everywhere(guarded):
                     await call(sent)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         for number, call in enumerate(calls):
-            if number != 2:  # there is nothing to resume
+            if number != 2:  # nothing is left to resume
                 await call(metadata("plain"))
 
 

@@ -62,13 +62,13 @@ def counts(batch):
 
 
 def asked(system):
-    """Outcome → rows of which that came."""
+    """Outcome → number of the rows that had it."""
     (family,) = system.gateway.metrics.batch_rows.collect()
     return {each.labels["outcome"]: each.value for each in family.samples if each.name.endswith("_total")}
 
 
 async def answered_once(client, batch, num_rows):
-    """The batch is complete, and each of its rows has one result, which is a good one."""
+    """Asserts that the batch is complete and that each of its rows has one result, a good one."""
     batch = await until_status(client, batch, *OVER)
     assert batch.status == "completed", batch
     assert counts(batch) == (num_rows, num_rows, 0)

@@ -9,8 +9,7 @@ from tests.gateway.batches.clients import ANSWER
 
 
 class Script:
-    """A decode worker's: it answers at once, but rows with a first prompt token that is `held` only when they are let
-    go."""
+    """A decode worker's script: answers at once, but rows whose first prompt token is in `held` only when let go."""
 
     def __init__(self):
         self.held = set()

@@ -262,7 +262,7 @@ async def test_rows_of_a_key_that_is_gone_are_refused(make, script, keys):
 
 
 def cut_off(system, *names):
-    """These words about batches, or all, reach Redis no more from this gateway, as if it was dead or far away."""
+    """Keeps these words about batches, or all, of this gateway from Redis, as if it were dead or far away."""
     store = system.gateway.batches.store
     words = {name: getattr(store, name) for name in names or ("claim", "renew", "record", "advance", "release")}
 
@@ -378,7 +378,7 @@ async def test_redis_may_be_away_for_a_while(make, script):
             (run,) = system.gateway.batches._runs.values()
             os.kill(server.pid, signal.SIGSTOP)
             try:
-                # Nobody can know whether the batch is still ours, so what runs goes on and nothing more is begun.
+                # Nobody can know whether the batch is still ours, so what runs continues and nothing more is begun.
                 await system.until(lambda: not run._has_claim.is_set())
                 script.gate.set()
                 await system.until(lambda: not script.running)

@@ -18,7 +18,7 @@ FOCUSED = """() => {
   const {id, className, localName} = document.activeElement;
   return id || className.baseVal || className || localName;
 }"""
-"""What has the focus, by the best name it has."""
+"""The best name of the element that has the focus."""
 
 expect.set_options(timeout=TIMEOUT_MS)
 
@@ -165,7 +165,7 @@ async def test_the_playground_answers_and_is_stopped(system: Any, pair: Any) -> 
         await expect(page.locator("#story .waterfall")).to_be_visible()
         await page.keyboard.press("Escape")
 
-        pair.step_s = 60.0  # so that it would go on
+        pair.step_s = 60.0  # so that it would continue
         await page.click("#ask-send")
         await expect(page.locator("#ask-status")).to_have_text("answering")
         await page.click("#ask-stop")

@@ -1,4 +1,4 @@
-"""The data behind the dashboard, who may read it, and that the page brings along all that it needs."""
+"""The data behind the dashboard, the keys that may read it, and that the page brings along all that it needs."""
 
 import re
 import tomllib
@@ -37,7 +37,7 @@ async def read(system: Any, path: str, **headers: str) -> Any:
 
 
 async def ended(system: Any, count: int) -> Any:
-    """The list, once so many requests have ended."""
+    """The list, once `count` requests have ended."""
     await system.until(lambda: system.gateway.requests.log.history.last_number >= count)
     return (await read(system, "/dashboard/requests"))["requests"]
 

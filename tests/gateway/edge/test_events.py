@@ -1,4 +1,4 @@
-"""Events of answers: which a client gets that has a part already, and which go out at once."""
+"""Events of answers: those that a client with a part of one gets, and those that go out at once."""
 
 import pytest
 
@@ -52,7 +52,7 @@ class Sender:
 
 
 class Told:
-    """Answers that come as they are told: a `Delta` by itself goes to the fast path."""
+    """Answers that come as the test says; a `Delta` by itself goes to the fast path."""
 
     def __init__(self, *told, num_answers=1, start_id="", known=()):
         self.generations = [type("Spec", (), {"prompt_token_ids": [5, 6, 7]}) for _ in range(num_answers)]

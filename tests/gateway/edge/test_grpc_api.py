@@ -1,4 +1,4 @@
-"""The gRPC port beside strangers: who is asked for a key when, what a call may hold, and texts that become tokens."""
+"""The gRPC port beside strangers: which calls need a key, what a call may hold, and texts that become tokens."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Who may show and steer a cluster over gRPC: an operator's certificate, an admin's key, or everybody."""
+"""The callers that may show and steer a cluster over gRPC: an operator's certificate, an admin's key, or everybody."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def door(folder: Path | None) -> FrontDoor:
 
 
 def check(asked: FrontDoor, *, role: str | None = None, key: str | None = None) -> None:
-    """As a caller with a certificate of this role ('' for none at all), or without one."""
+    """Checks a caller with a certificate of this role ('': a certificate without a role), or without one."""
     shown = {} if role is None else {"x509_pem_cert": [b"..."], "peer_uri": [f"spiffe://tandem/{role}".encode()]}
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     context = SimpleNamespace(auth_context=lambda: shown, invocation_metadata=lambda: metadata)

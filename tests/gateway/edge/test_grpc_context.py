@@ -21,7 +21,7 @@ class Context:
 
 
 class Door:
-    """Takes one value, as the real one does."""
+    """Takes one value, as the real method does."""
 
     def authenticate(self, shown):
         if len(shown) != 1 or shown[0] != "Bearer good":

@@ -1,4 +1,4 @@
-"""Routes over HTTP: who may see which page, where, and what is told of a path that leads nowhere."""
+"""Routes over HTTP: which keys may see which page, and where, and the answer to a path that leads nowhere."""
 
 import pytest
 

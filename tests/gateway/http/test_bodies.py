@@ -13,7 +13,7 @@ ALL = 256 * MIB
 
 
 def long_claims(bodies, tenant):
-    """As many whole long bodies as the tenant may have, and what refused the next one."""
+    """As many whole long bodies as the tenant may have, and the refusal of the next one."""
     claims = []
     while True:
         try:

@@ -189,7 +189,7 @@ async def test_pipelined_bytes_of_all_connections_have_a_bound(system):
 
 
 async def test_a_request_after_trailers_is_left_to_be_sent_again(system):
-    """Its beginning is not known to us then; what must not be is that it is taken for something else."""
+    """Where it begins is unknown then; it must not be taken for another request."""
     async with Caller(system) as caller:
         caller.send(CHUNKED + b"%x\r\n%b\r\n0\r\na: b\r\n\r\n" % (len(BODY), BODY) + PROBE)
         assert (await caller.answer())[0] == 200
@@ -281,7 +281,7 @@ async def test_line_ends_between_requests_keep_no_connection_open(system, monkey
 
 
 async def test_nothing_of_a_connection_is_left_when_its_client_has_gone(system):
-    """Without help of the collector of cycles, which an idle gateway hardly ever runs."""
+    """Memory is freed without the collector of cycles, which hardly ever runs in an idle gateway."""
     gc.collect()
     gc.disable()
     try:
@@ -308,7 +308,7 @@ async def test_nothing_of_a_connection_is_left_when_its_client_has_gone(system):
 
 
 async def empty_server(system, max_connections):
-    """The connections of a gateway that has none and may have this many."""
+    """The connections of a gateway that has none open and may have `max_connections`."""
     connections = system.gateway._http.connections
     await system.http.aclose()
     await system.until(lambda: connections.num_open == 0)
@@ -327,7 +327,7 @@ async def test_where_connections_are_many_the_oldest_idle_ones_end(system):
                 late.send(PROBE)
                 assert (await late.answer())[0] == 200
                 assert await silent.rest() == b""
-                # One that has asked before stays while there are others that have not.
+                # A connection that has asked before stays while others have not.
                 kept.send(PROBE)
                 assert (await kept.answer())[0] == 200
             # The one that has left makes room, which another silent one takes.

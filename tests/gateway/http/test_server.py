@@ -1,4 +1,4 @@
-"""A server's address: what it binds, whom it lets in at a socket, and how it ends."""
+"""A server's address: what it binds, which users it lets in at a socket, and how it ends."""
 
 import asyncio
 import socket

@@ -70,7 +70,7 @@ def test_any_tokens_join_to_the_full_decoding(model, token_ids, sizes):
 
 
 def specials_tokenizer():
-    """With two special tokens among the others, and a few ids that it does not know, as padded vocabularies have."""
+    """A tokenizer with two special tokens, and the size of a vocabulary that is padded with a few unknown ids."""
     tokenizer = Tokenizer.from_str(byte_fallback_tokenizer()[0])
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer.to_str(), tokenizer.get_vocab_size() + 3
@@ -124,7 +124,7 @@ MARKED = marked_tokenizer()
 
 @pytest.mark.parametrize("token_id", [-1, -4], ids=["unknown", "special"])
 def test_tokens_without_text_cost_no_more_than_others(token_id):
-    """`logit_bias` can ask for nothing else, with `ignore_eos`."""
+    """With `ignore_eos`, `logit_bias` can make an answer consist of such tokens only."""
     tokenizer_json, num_tokens = specials_tokenizer()
     hello = 258
     detokenizer = from_json(tokenizer_json).detokenizer()

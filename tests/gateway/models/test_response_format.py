@@ -31,7 +31,7 @@ def named(schema, **others):
 
 
 def nested(depth):
-    """A schema of so many objects within one another."""
+    """A schema of `depth` objects within one another."""
     schema = {}
     for _ in range(depth - 1):
         schema = {"additionalProperties": schema}
@@ -170,7 +170,7 @@ async def test_workers_are_told_over_grpc(system, asked, schema):
 
 
 async def test_every_attempt_and_every_gateway_is_told(system):
-    """What is stored of a call has the schema, and what was stored before there were any is read as before."""
+    """A stored call has the schema, and a call that was stored before schemas existed is still read."""
     sampling = AskedSampling(json_schema=PERSON_TEXT, max_tokens=9)
     call = Call(operation="text_completion", request_id="named", prompts=[[5, 6, 7]], sampling=sampling)
     with await system.gateway.requests.accept(call) as accepted:
@@ -301,7 +301,9 @@ async def test_an_answer_that_cannot_go_on_is_held_against_no_worker(make_system
         attempt.emit(worker_pb2.DecodeStarted())
         attempt.tokens(0, start)
         if attempt.spec.json_schema:
-            attempt.fail(NothingAllowed("the schema is too complex for this answer to go on", field="response_format"))
+            attempt.fail(
+                NothingAllowed("the schema is too complex for this answer to continue", field="response_format")
+            )
         else:
             attempt.finish(inference_pb2.FINISH_REASON_STOP)
 

@@ -68,7 +68,7 @@ LLAMA3_SPECIALS = [
 
 @pytest.mark.parametrize("part", ["<|", "<|r", "<|reserved_special_token_1", "<|eo"])
 async def test_looking_for_special_texts_costs_no_more_where_there_are_many(model_folder, part):
-    """It is done on the event loop, where a body of 8 MiB may not take seconds."""
+    """The event loop looks for them, so a body of 8 MiB must not take seconds."""
     files = read_model_files(model_folder)
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     tokenizer.add_special_tokens(LLAMA3_SPECIALS)

@@ -25,7 +25,7 @@ def parser_of(tool_format, **settings_):
 
 
 def joined(pieces):
-    """The pieces with neighbours of one kind, and of one call, in one."""
+    """The pieces, with neighbours of one kind and of one call joined."""
     result = []
     for piece in pieces:
         last = result[-1] if result else None
@@ -260,7 +260,7 @@ flags = st.sampled_from([{}, {"has_reasoning": True}, {"has_reasoning": True, "i
 @many
 @given(st.sampled_from([*FORMATS, None]), flags, fragments, places)
 def test_any_cut_gives_the_same_and_has_given_the_same_at_every_place(tool_format, flags, text, places):
-    """The second is what lets a stream be resumed: a reader that saw a part saw what its text alone decides."""
+    """Being the same at every place lets a stream be resumed: what a reader saw depends on the text so far only."""
     characters, after = parse(parser_of(tool_format, **flags), text)
     pieces, so_far = parse(parser_of(tool_format, **flags), parts := cuts(text, places))
     assert pieces == characters == whole(tool_format, text, **flags)
@@ -376,7 +376,7 @@ BEFORE_SPACES = {
 @pytest.mark.parametrize("row", BEFORE_SPACES, ids=BEFORE_SPACES)
 @pytest.mark.parametrize("after", ["", "x"])
 def test_much_white_space_in_small_parts_costs_no_more_than_other_text(row, after):
-    """A model can be made to write nothing else, by `logit_bias`, and all of it is read on the event loop."""
+    """`logit_bias` can make a model write nothing but white space, and the event loop reads all of it."""
     tool_format, settings_, before = BEFORE_SPACES[row]
     spaces = " " * 64
     parser, pieces = parser_of(tool_format, **settings_), []
@@ -389,7 +389,7 @@ def test_much_white_space_in_small_parts_costs_no_more_than_other_text(row, afte
 
 
 def test_many_marks_in_one_part_cost_no_more_than_in_many():
-    """As an answer comes that is not streamed."""
+    """An answer that is not streamed comes in one part."""
     watch = Stopwatch()
     text = "<tool_call>" * 60_000
     assert content_of(whole(HERMES, text)) == text

@@ -582,7 +582,7 @@ async def test_position_that_a_finished_answer_does_not_have_is_refused(world, p
 
 
 async def reading_until(world, make_ask, num_tokens=10):
-    """A client of the first gateway, whose generation stops there until it is released."""
+    """A client of the first gateway that has `num_tokens`; the generation stops there until it is released."""
     world.requests[0].held_at = num_tokens
     client = Client(make_ask)
     reading = asyncio.ensure_future(client.read(world.journals[0]))
@@ -591,7 +591,7 @@ async def reading_until(world, make_ask, num_tokens=10):
 
 
 async def written_as_owner(world):
-    """The first gateway has written since, and would know if another one went on with its request."""
+    """Has the first gateway write, which tells it whether another one has continued its request."""
     for journal in world.journals[0]._tasks.values():
         world.journals[0]._writer.post(journal.record)
     await world.journals[0]._writer.flush()

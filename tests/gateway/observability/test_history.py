@@ -148,7 +148,7 @@ def view(worker_id: str, **fields: Any) -> WorkerView:
 
 
 def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
-    """The rival is the worker that would have been taken, for its price, were the chosen one not there."""
+    """The rival is the worker that would have been chosen, by its price, without the chosen one."""
     prefills = [view("p-0"), view("p-1", waiting_tokens=50_000)]
     decodes = [view("d-0", waiting_tokens=400), view("d-1"), view("d-2", waiting_tokens=90_000)]
     asked = RouteRequest(num_prompt_tokens=1000, max_new_tokens=50, cached_tokens={"p-0": 320})
@@ -187,7 +187,7 @@ def test_without_prefill_workers_there_was_no_other_way() -> None:
     story = AnswerStory([("queue", 0)])
     story.note_route(routes[0], rival_of(routes, routes[0]), prefill="", began_us=0, placed_us=1)
     assert reasons(story.attempts[0], 10) == [
-        "no prefill worker was there, so the decode worker computed the prompt itself"
+        "no prefill worker was present, so the decode worker computed the prompt itself"
     ]
 
 
@@ -211,7 +211,7 @@ def test_what_workers_say_that_cannot_be_is_left_out() -> None:
 
 
 def test_names_of_nobody_are_no_mistake() -> None:
-    """Terms of other policies' prices, or none at all, are told as far as they are there."""
+    """Terms of other policies' prices are told as far as the route has them, also where it has none at all."""
     decode = cast(Any, SimpleNamespace(worker_id="d"))
     route = SimpleNamespace(
         decode=decode,

@@ -1,4 +1,4 @@
-"""Each figure moves when its event happens, labels are bounded, `docs/metrics.md` lists what there is and no more."""
+"""Each figure moves when its event happens, labels are bounded, and `docs/metrics.md` lists exactly these figures."""
 
 import asyncio
 import contextlib
@@ -55,13 +55,13 @@ class Figures:
         for line in text.splitlines():
             if line.startswith("# TYPE "):
                 _, _, name, kind = line.split(" ")
-                assert name not in self.kinds, f"{name} is there twice"
+                assert name not in self.kinds, f"{name} is on the page twice"
                 self.kinds[name] = kind
             elif not line.startswith("#"):
                 series, value = line.rsplit(" ", 1)
                 name, _, labels = series.partition("{")
                 key = name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
-                assert key not in self.samples, f"{line} is there twice"
+                assert key not in self.samples, f"{line} is on the page twice"
                 self.samples[key] = float(value)
         self.kinds = {name: kind for name, kind in self.kinds.items() if not name.endswith("_created")}
 
@@ -228,7 +228,7 @@ async def test_requests_are_counted_by_outcome(make_system, worker_type, pair):
 
 
 async def test_a_worker_that_is_left_alone_shows_it(make_system, worker_type, pair):
-    """It errs until its circuit opens, and a probe that goes well closes it again."""
+    """The worker fails until its circuit opens, and a probe that succeeds closes it again."""
     is_broken = True
 
     async def decode(attempt):

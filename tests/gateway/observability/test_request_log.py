@@ -53,7 +53,7 @@ def entries(output, message):
 
 
 async def the_line(system, output):
-    """The only line of a request, once it is there."""
+    """The only line of a request, once it has been written."""
     await system.until(lambda: entries(output, "request"))
     (line,) = entries(output, "request")
     assert sum(line[f"{phase}_ms"] for phase in PHASES) == pytest.approx(line["total_ms"], abs=1e-6)
@@ -113,7 +113,7 @@ async def test_a_failover_is_one_request(make_system, worker_type, pair, output)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_has_its_line(make_system, worker_type, pair, output, stream):
-    """Also one that a client is told in the middle of its answer."""
+    """A failure that a client is told in the middle of its answer has one too."""
 
     async def fail(attempt):
         attempt.emit(worker_pb2.Admitted())
@@ -165,7 +165,11 @@ async def test_a_refusal_has_its_line(make_system, pair, output):
     [
         ("{", 400, "invalid_json"),
         ('{"prompt": [5], "model": 7}', 400, "invalid_type"),
-        ('{"prompt": [5], "no_such_field": {}}', 503, "worker_unavailable"),  # It is understood: there is no worker.
+        (
+            '{"prompt": [5], "no_such_field": {}}',
+            503,
+            "worker_unavailable",
+        ),  # The request is understood, and refused because the model has no worker.
     ],
 )
 async def test_what_is_not_understood_has_its_line(make_system, output, body, status, code):
@@ -230,7 +234,7 @@ async def test_what_is_not_accepted_has_its_line(make_system, output):
 
 
 async def test_a_named_request_has_its_line(make_system, pair, answer, output):
-    """Two readers of one answer are one request, and who comes when it is done is none."""
+    """Two readers of one answer are one request, and one that comes when it is done is no further request."""
     system = await make_system()
     await system.add_pair(pair)
     ask = {"json": {"prompt": [5, 6, 7], "max_tokens": 100}, "headers": {"idempotency-key": "one"}}
@@ -324,7 +328,7 @@ BODIES = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fate", ["finishes", "fails", "no_worker"])
 async def test_nothing_of_a_prompt_is_in_any_line(make_system, worker_type, pair_type, tokenizer, output, fate, stream):
-    """Nor of an answer: the workers generate the same text."""
+    """Nothing of an answer is either: the workers generate the text of the prompt."""
     said = [*tokenizer.encode(f"{MARKER} {MARKER}", add_special_tokens=False).ids, 1]
     pair = pair_type(said)
 
@@ -382,7 +386,7 @@ class ManualClock:
 
 
 async def test_a_flood_of_refusals_does_not_fill_a_disk(output):
-    """Ten thousand a second for a minute: all are counted, few have a line."""
+    """Ten thousand refusals a second for a minute are all counted, and few have a line."""
     clock, metrics = ManualClock(), Metrics()
     log = RequestLog(metrics, clock=clock)
     num_requests, seconds = 20_000, 60

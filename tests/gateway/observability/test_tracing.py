@@ -591,7 +591,7 @@ async def test_who_resumes_a_request_links_to_what_it_was(make_system, worker_ty
     assert f"{second.parent_id:016x}" == CLIENT_SPAN_ID
     assert spans.named("attach") == []
     assert len(spans.named("request")) == 2
-    # Whoever only reads what is complete has nothing computed.
+    # A client that only reads what is complete has nothing computed.
     assert (await other.http.post("/v1/completions", json=BODY, headers=named)).status_code == 200
     await other.until(lambda: spans.named("attach"))
     assert link_of(spans.one("attach")) == [(second.context.span_id, "attached")]

@@ -172,7 +172,7 @@ async def test_refused_prefill_uses_the_next_and_then_gives_up():
     scene.tell(second, tokens(0, 10))
     assert (await scene.attempt.next_arrived()).token_ids == [10]
     assert second.sent == ["prefill"]
-    assert asked == ["second"], "who computes it now is watched"
+    assert asked == ["second"], "the worker that computes it now is watched"
     third = Scene()
     third.attempt.start_prefill([third.prefill])
     third.tell(third.prefill, Declined(NoFreePages("full")))

@@ -36,7 +36,7 @@ class FakeModels:
         self.can_fall_back = True
         self.current = "m0"
         self.is_stuck = asyncio.Event()
-        """All that is open waits for ever."""
+        """Set when every open answer would wait for ever."""
         self.now_s = 100.0
         self.begun_by = []
         self.started = []
@@ -187,7 +187,7 @@ async def test_no_answer_mixes_models_and_none_is_left_behind(rows, unable):
     came = await answer_or_wait(models, accepted)
     assert not models.open
     tried = list(dict.fromkeys(model for model, _ in models.started))
-    # The chain's order, without those that cannot take the call; nobody is asked twice.
+    # The chain's order, without those that cannot take the call; no model is asked twice.
     able = [name for name in names if name not in unable]
     assert tried == able[: len(tried)]
     assert len(models.started) == len(set(models.started))
@@ -205,7 +205,7 @@ async def test_no_answer_mixes_models_and_none_is_left_behind(rows, unable):
     last = set(behaviours[tried[-1]])
     if came is None:
         assert "silent" in last
-        # It was asked of everybody who can, unless the answer has begun.
+        # Every model that can take the call was asked, unless the answer has begun.
         assert models.begun_by or tried == able
     elif isinstance(came, list):
         assert last == {"begins"}

@@ -18,7 +18,7 @@ def lines(caplog, worker_id):
 
 
 async def circuits(system):
-    """By worker, as /cluster shows them."""
+    """The circuits by worker, as /cluster shows them."""
     return {worker["id"]: worker["circuit"] for worker in (await system.http.get("/cluster")).json()["workers"]}
 
 
@@ -61,7 +61,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     assert (shown["cause"], shown["num_openings"]) == ("erring", 1)
     assert f"{shown['figures']['errors']:.0f} of the last" in shown["words"]
     assert lines(caplog, bad) == [("WARNING", "a worker is kept from work", "erring")]
-    # While it errs, trials find that out, and nobody else does.
+    # While the worker fails, only trials find that out.
     worker = system.workers[bad]
     num_clients = sum(not is_trial(attempt) for attempt in worker.attempts)
     await system.until(lambda: sum(map(is_trial, worker.attempts)) >= 2)

@@ -1,4 +1,4 @@
-"""What is said where a token comes when nobody expected it, and what is counted."""
+"""What is said, and what is counted, when a token comes that was not expected."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.stopwatch import Stopwatch
 
 
 class Room:
-    """So many places; whoever is let go takes one."""
+    """Room for `num_places` requests; each request that is let go takes a place."""
 
     def __init__(self, num_places=0):
         self.num_places = num_places
@@ -242,7 +242,7 @@ WORKERS = {"of a": {"a"}, "of a and b": {"a", "b"}, "of c": {"c"}, "shared": set
 
 
 class Workers:
-    """So many places at each worker. `wronged`: who might have had one that somebody less urgent took."""
+    """Workers with a number of places each. `wronged`: requests that could have had one that a less urgent one took."""
 
     def __init__(self, queue, places):
         self.queue = queue
@@ -282,7 +282,7 @@ class Workers:
             assert await place.wait_for_turn(10.0)
 
     async def settle(self):
-        """Everybody is looked at once: timers go off in their order, however late."""
+        """Waits until every request has been looked at once; timers go off in their order, however late."""
         self.queue.poke()
         await asyncio.sleep(3 * GATHER_S)
 
@@ -380,7 +380,7 @@ async def test_each_lane_has_a_bound_of_its_own():
     freed=st.lists(st.sampled_from(sorted(WORKERS)), max_size=10),
 )
 def test_no_worker_with_room_stands_idle_while_somebody_waits_who_may_use_it(kinds, freed):
-    """And nobody takes a place before somebody of a higher class, or one that came first, who might have had it."""
+    """Nor does a request take a place that one of a higher class, or one that came earlier, could have had."""
 
     async def play():
         queue = make_queue(1000)

@@ -1,4 +1,4 @@
-"""What this gateway has decided to send, and who waits for whom."""
+"""What this gateway has decided to send, and which requests wait for which."""
 
 from gateway.topology.books import Bookings, Books
 
@@ -33,7 +33,7 @@ def test_only_shorter_prompts_of_no_worse_class_are_ahead():
     assert books.tokens_ahead((2, 100), 0) == 950
     assert books.tokens_ahead((1, 100), 0) == 0
     assert books.tokens_ahead((4, 1), 0) == 4960
-    # What waits there and is not from here is before everybody.
+    # Prompts that wait there and that this gateway did not send are ahead of all others.
     assert books.tokens_ahead((2, 100), 5000) == 950 + 40
     assert [books.num_less_urgent(service_class) for service_class in range(4)] == [4, 3, 1, 0]
 

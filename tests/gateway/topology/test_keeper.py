@@ -1,4 +1,4 @@
-"""Sessions are made again where they end, and end where a worker is silent, unless it was us who slept."""
+"""Sessions are made again after they end, and end where a worker is silent, unless this process itself slept."""
 
 import asyncio
 import math

@@ -18,7 +18,7 @@ PROMPT = (2, 100)
 
 
 def record(worker_id, **facts):
-    """Of a worker that has no address yet, so that nobody connects to it."""
+    """The record of a worker that has no address yet, so that nobody connects to it."""
     facts = {"kv_bytes_per_token": 100, "page_size": 16, "layout_fingerprint": "same", "tenants": ()} | facts
     facts = {"identity": f"weights={facts['layout_fingerprint']}", "incarnation": "0" * 32} | facts
     return WorkerRecord(
@@ -54,7 +54,7 @@ async def make_topology():
 
 
 def come_up(member, load):
-    """As if its session had come up and brought this load."""
+    """Has the worker's session come up with this load."""
     member.session.is_up = True
     report(member, load)
 
@@ -214,7 +214,7 @@ async def test_who_allows_it_gets_answers_that_go_on_inexactly_and_are_told_so(m
 
 
 async def test_a_worker_that_does_not_say_what_it_computes_with_is_like_no_other(make_topology):
-    """Two of an older version may differ in what neither says."""
+    """Two workers of an older version may differ in what neither of them says."""
     older = [record(f"d-{n}", identity="", incarnation=str(n) * 32) for n in range(2)]
     topology = make_topology(*older)
     assert topology.decode_ids("m", tenant="", bound_to=older[0].identity_key) == {"d-0"}

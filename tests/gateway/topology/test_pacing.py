@@ -107,7 +107,7 @@ class Told:
 
     @property
     def merged(self):
-        """The events, tokens that follow each other as one."""
+        """The events, with tokens that follow each other joined."""
         merged = []
         for event in self.events:
             last = merged[-1] if merged else None
@@ -144,7 +144,7 @@ class Scene:
         self.session._take(message)
 
     def step(self, answers):
-        """One more token of each."""
+        """Takes a step with one more token of each answer."""
         step = worker_pb2.StepTokens()
         for number in answers:
             step.handles.append(self.handles[number])
@@ -237,7 +237,7 @@ async def test_tokens_that_do_not_follow_each_other_are_not_put_together():
 @settings(deadline=None)
 @given(data=st.data())
 def test_every_answer_is_told_the_same_as_without_waiting(num_answers, data):
-    """Whatever comes together, whenever waits begin and end, and whoever is left: the same events in the same order."""
+    """The events and their order are the same, whatever comes together, whenever waits begin and end."""
     actions = data.draw(
         st.lists(
             st.one_of(

@@ -336,7 +336,7 @@ class ScriptedIndex(PrefixIndex):
         return [self._followed(sighting, known.get(sighting.worker_id)) for sighting in self.sightings], True
 
     def _followed(self, sighting: Seen, known: Position | None) -> Seen:
-        """One without a position has not changed since it was filled."""
+        """A sighting without a position has not changed since the worker's set was filled."""
         filled = self.chunks.get((sighting.worker_id, 0))
         if sighting.position is not None or known is None or filled is None or known.base != filled.position.base:
             return sighting
@@ -552,7 +552,7 @@ STEPS = st.one_of(
 
 
 class System:
-    """Publishers, a view, and what should come of it."""
+    """Publishers, a view, and what the view should hold."""
 
     def __init__(self, server: EmbeddedRedis, store: Store, client: "redis.Redis") -> None:
         self.server, self.store, self.client = server, store, client

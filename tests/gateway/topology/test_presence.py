@@ -1,4 +1,4 @@
-"""Who is missed: workers that vanished, until they are back, replaced or forgotten, and numbers that are too small."""
+"""Workers that are missed: those that vanished, until they are back, replaced or forgotten; and too few workers."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_one_that_came_later_takes_the_place_of_one_that_vanished() -> None:
     for at_s, id_ in ((1.0, "b"), (2.0, "a")):
         presence.left(worker(id_), at_s, unix_s=1e9, in_order=False)
     presence.look([worker("c")], 3.0)
-    assert missed(presence) == ["a", "b"], "it was there before they vanished"
+    assert missed(presence) == ["a", "b"], "it was present before they vanished"
     presence.look([worker("c"), worker("d", "starting"), worker("e", role="prefill"), worker("f", model="n")], 4.0)
     assert missed(presence) == ["a", "b"], "one loads its model, the others do other work"
     presence.look([worker("c"), worker("d")], 5.0)

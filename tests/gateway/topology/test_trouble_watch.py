@@ -1,4 +1,4 @@
-"""What is looked for each second: clocks, certificates, Redis, unreachable workers and links, and when it is over."""
+"""What is looked for each second: clocks, certificates, Redis, unreachable workers and links; and the end of each."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

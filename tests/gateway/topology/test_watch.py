@@ -83,7 +83,7 @@ def test_a_probe_is_not_late_because_tokens_wait_here():
     answers.seconds["b"] = 1.0
     answers.until(115)
     assert answers.watch.num_ejected == 1
-    # Both are as fast as before, but what they send waits for so long in this process.
+    # Both are as fast as before, but what they send waits for `hold_s` in this process.
     answers.pace.hold_s = 0.2
     answers.seconds = {"a": 0.1, "b": 0.3}
     answers.until(125)
@@ -142,7 +142,7 @@ def test_who_refuses_a_prompt_is_not_waited_for():
     attempt.prompt_sent("a", 0.1)
     attempt.prompt_refused("b")
     clock.now_s += 1.0
-    assert list(watch.usable(GROUP)) == ["a"], "silent is who has it now"
+    assert list(watch.usable(GROUP)) == ["a"], "the silent worker is the one that has the prompt now"
     attempt.note_prompt_done()
     attempt.end()
 
@@ -221,7 +221,7 @@ async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(
 
 
 async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_type, pair_type):
-    """It has no room for a trial, and no request of a client goes there meanwhile."""
+    """The worker has no room for a trial, and no client's request goes there meanwhile."""
     system, pair = await make_system(), pair_type([5, 6, 7])
     taken = asyncio.Event()
 
