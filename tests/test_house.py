@@ -14,11 +14,6 @@ MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_340
 LONG_FILES = {
     "gateway/observability/metrics.py": 583,
     "kv_transfer/protocol/receiver.py": 557,
-    "services/cluster/batches.py": 508,
-    "services/cluster/journals.py": 582,
-    "services/cluster/prefix_index.py": 628,
-    "services/cluster/rate_limits.py": 563,
-    "services/cluster/registry.py": 505,
     "services/engine/cache/pages.py": 700,
     "services/scheduling/queue.py": 528,
 }

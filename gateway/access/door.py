@@ -20,7 +20,8 @@ from gateway.limits import (
 )
 from gateway.requests.call import Call, TenantTicket
 from gateway.wishes import PREFILL
-from services.cluster.rate_limits import CONCURRENCY, REQUESTS, TOKENS, Limiter, Rate, TenantLimits, Verdict
+from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
+from services.cluster.rate_limits import Limiter, Rate, TenantLimits, Verdict
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
 

@@ -33,7 +33,8 @@ from gateway.batches.rows import ENDPOINTS, has_repeats
 from gateway.http.bodies import Bodies, Claim
 from gateway.http.exchange import HttpRefusal, check_json_type
 from gateway.limits import MAX_BODY_READ_S
-from services.cluster.batches import MAX_ACTIVE, Batch, BatchRefused, BatchStore, Order, Reply, Status
+from services.cluster.batch_scripts import MAX_ACTIVE, Reply, Status
+from services.cluster.batches import Batch, BatchRefused, BatchStore, Order
 from services.cluster.files import FILE_TTL_S, FilesFull, FileStore, new_id
 from services.runtime.errors import InvalidRequest, NotFound, RateLimited, RequestCancelled
 

@@ -29,7 +29,8 @@ from gateway.batches.rows import (
 )
 from gateway.http.exchange import App
 from gateway.requests.fan_out import all_of
-from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
+from services.cluster.batch_scripts import Reply, Status
+from services.cluster.batches import Batch, BatchStore, Result, has_result
 from services.cluster.files import FileStore
 from services.runtime.errors import StoreUnavailable, Unauthenticated
 

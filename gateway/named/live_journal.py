@@ -15,7 +15,8 @@ from gateway.named.journal import Answer, cost_of_call, decode_call, encode_call
 from gateway.observability.tracing import NO_TRACE, RequestSpans
 from gateway.requests.call import AnswerSpec, StoredCall, StoredChoice
 from gateway.types import Delta, Sampling
-from services.cluster.journals import MAX_JOURNAL_BYTES, TOKEN_BYTES, Held, Record
+from services.cluster.journal_scripts import MAX_JOURNAL_BYTES, TOKEN_BYTES
+from services.cluster.journals import Held, Record
 from services.runtime.errors import InvalidRequest
 
 COST_BYTES = 4096

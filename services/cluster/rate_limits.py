@@ -18,27 +18,30 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.cluster.redis_store import Script, Store
+from services.cluster.rate_limit_scripts import (
+    CONCURRENCY,
+    CONCURRENCY_RETRY_S,
+    MAX_DEBT,
+    PERIOD_S,
+    REQUESTS,
+    SETTLE,
+    SLACK,
+    TAKE,
+    TOKENS,
+)
+from services.cluster.redis_store import Store
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
-PERIOD_S = 60.0
 HOLD_TTL_S = 10.0
 RENEW_INTERVAL_S = 3.0
 RETRY_INTERVAL_S = 0.5
 """How often a Redis that is away is tried again."""
 FLUSH_DELAY_S = 0.005
 """What ends within this time is written together."""
-CONCURRENCY_RETRY_S = 1.0
-"""The wait that a client with too many requests at once is told: nobody knows when one of them ends."""
-MAX_DEBT = 10
-"""A level falls to at most this many times the limit below zero."""
 MAX_RELEASES = 4096
 """Releases that one tenant may have waiting while Redis is away; further holds expire by themselves."""
 
-REQUESTS, TOKENS, CONCURRENCY = "requests_per_minute", "tokens_per_minute", "concurrency"
-
-_SLACK = 1e-6
 _UNLIMITED = -1
 
 
@@ -101,7 +104,7 @@ class Bucket:
         missing = cost - self.refill(now_s)
         if self.limit <= 0:
             return PERIOD_S
-        if missing <= _SLACK:
+        if missing <= SLACK:
             return 0.0
         return PERIOD_S if cost > self.limit else missing * PERIOD_S / self.limit
 
@@ -205,7 +208,7 @@ class _Tenant:
             self.seen = {}
             for limit, cost in alone.taken(now_s).items():
                 later_cost = cost - parcel.alone_costs.get(limit, 0.0)
-                if later_cost > _SLACK:
+                if later_cost > SLACK:
                     self.owed[limit] = self.owed.get(limit, 0.0) + later_cost
 
 
@@ -253,7 +256,7 @@ class Limiter:
         hold = hold if limits.concurrency is not None else ""
         tenant.num_asking += 1
         try:
-            answer = await self._store.run(_TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
+            answer = await self._store.run(TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
         except StoreUnavailable:
             verdict = self._take_alone(tenant, num_requests, num_tokens, hold)
         except asyncio.CancelledError:
@@ -317,7 +320,7 @@ class Limiter:
             tenant.owed[limit] = tenant.owed.get(limit, 0.0) + cost
 
     def _verdict(self, tenant: _Tenant, answer: list[bytes | int]) -> Verdict:
-        """Reads what _TAKE says, and remembers it for the time when Redis is away."""
+        """Reads what TAKE says, and remembers it for the time when Redis is away."""
         refused_by, wait_ms, num_requests, *levels = (
             value.decode() if isinstance(value, bytes) else value for value in answer
         )
@@ -419,7 +422,7 @@ class Limiter:
         lasts_ms = round(HOLD_TTL_S * 1000)
         args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
         try:
-            num_gateways = await self._store.run(_SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+            num_gateways = await self._store.run(SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
         except BaseException as error:
             for tenant, parcel in sent:
                 tenant.unpack(parcel)
@@ -434,7 +437,7 @@ class Limiter:
 def _rate(limit: int, level: float, full: float) -> Rate:
     """The level that a client is told. `full`: the limit as it is applied here, which may be a part of `limit`."""
     reset_s = (full - level) * PERIOD_S / full if full > 0 else 0.0
-    return Rate(limit, max(0, math.floor(level + _SLACK)), max(0.0, reset_s))
+    return Rate(limit, max(0, math.floor(level + SLACK)), max(0.0, reset_s))
 
 
 def _bucket_args(limits: TenantLimits) -> tuple[int, int]:
@@ -443,121 +446,3 @@ def _bucket_args(limits: TenantLimits) -> tuple[int, int]:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-# What both scripts begin with. A level that is not a number counts as a full bucket.
-_BUCKETS = f"""
-local time = redis.call('TIME')
-local now_us = time[1] * 1000000 + time[2]
-local now_ms = math.floor(now_us / 1000)
-local names = {{'requests', 'tokens'}}
-
-local function clean(key, kind)
-  local held = redis.call('TYPE', key).ok
-  if held ~= kind and held ~= 'none' then redis.call('DEL', key) end
-end
-
-local function expire_members(key, lasts_ms)
-  clean(key, 'zset')
-  redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
-  redis.call('ZREMRANGEBYSCORE', key, now_ms + lasts_ms + 1000, '+inf')
-end
-
-local function level_of(key, name, limit)
-  if limit <= 0 then return 0 end
-  local held = redis.call('HMGET', key, name, name .. '_at')
-  local level, at = tonumber(held[1] or ''), tonumber(held[2] or '')
-  if not level or not at or level ~= level or at ~= at then return limit end
-  level = math.min(limit, level + math.max(0, now_us - at) * limit / {PERIOD_S * 1e6:.0f})
-  return math.max(level, -{MAX_DEBT} * limit)
-end
-
-local function keep(key, limits, levels)
-  local lasts_ms = 0
-  for index, name in ipairs(names) do
-    local limit, level = limits[index], levels[index]
-    if limit > 0 then
-      level = math.max(math.min(level, limit), -{MAX_DEBT} * limit)
-      redis.call('HSET', key, name, string.format('%.17g', level), name .. '_at', string.format('%.0f', now_us))
-      lasts_ms = math.max(lasts_ms, math.ceil((limit - level) / limit * {PERIOD_S * 1e3:.0f}) + 1000)
-    end
-  end
-  if lasts_ms > 0 then redis.call('PEXPIRE', key, lasts_ms) end
-end
-"""
-
-# KEYS: a tenant's buckets and its holds. ARGV: limits of requests, tokens and concurrency (-1: none), what is taken of
-# the first two, name of the hold (empty: none), how long it lasts in ms. Answers the limit in the way (empty: none),
-# after how many ms to try again, how many requests were taken, and both levels.
-_TAKE = Script(f"""{_BUCKETS}
-local limits = {{tonumber(ARGV[1]), tonumber(ARGV[2])}}
-local places, hold, lasts_ms = tonumber(ARGV[3]), ARGV[6], tonumber(ARGV[7])
-local costs, levels = {{tonumber(ARGV[4]), tonumber(ARGV[5])}}, {{0, 0}}
-local refused_by, wait_ms, taken = '', 0, 0
-
-local function refuse(limit, ms)
-  if ms > wait_ms then refused_by, wait_ms = limit, ms end
-end
-
-if hold ~= '' then
-  expire_members(KEYS[2], lasts_ms)
-  if redis.call('ZSCORE', KEYS[2], hold) then
-    costs[1] = 0
-  elseif redis.call('ZCARD', KEYS[2]) >= places then
-    refuse('{CONCURRENCY}', {CONCURRENCY_RETRY_S * 1000:.0f})
-  end
-end
-clean(KEYS[1], 'hash')
-for index, name in ipairs(names) do
-  local limit, cost = limits[index], costs[index]
-  if limit >= 0 then
-    levels[index] = level_of(KEYS[1], name, limit)
-    local missing = cost - levels[index]
-    if limit == 0 or cost > limit then
-      refuse(name .. '_per_minute', {PERIOD_S * 1e3:.0f})
-    elseif missing > {_SLACK:.7f} then
-      refuse(name .. '_per_minute', math.ceil(missing / limit * {PERIOD_S * 1e3:.0f}))
-    end
-  end
-end
-if refused_by == '' then
-  taken = costs[1]
-  levels = {{levels[1] - costs[1], levels[2] - costs[2]}}
-  keep(KEYS[1], limits, levels)
-  if hold ~= '' then
-    redis.call('ZADD', KEYS[2], now_ms + lasts_ms, hold)
-    redis.call('PEXPIRE', KEYS[2], lasts_ms + 1000)
-  end
-end
-return {{refused_by, wait_ms, taken, string.format('%.17g', levels[1]), string.format('%.17g', levels[2])}}
-""")
-
-# KEYS: the set of gateways, start of the keys of buckets and of holds. ARGV: this gateway, how long it counts as
-# present and how long a hold lasts, in ms (0: it leaves), then in msgpack rows of (tenant, limits of requests and
-# tokens, what was taken of each, names that have ended, names that run). Answers the number of gateways.
-_SETTLE = Script(f"""{_BUCKETS}
-local gateway_ms, hold_ms = tonumber(ARGV[2]), tonumber(ARGV[3])
-expire_members(KEYS[1], hold_ms)
-if gateway_ms > 0 then
-  redis.call('ZADD', KEYS[1], now_ms + gateway_ms, ARGV[1])
-  redis.call('PEXPIRE', KEYS[1], gateway_ms + 1000)
-else
-  redis.call('ZREM', KEYS[1], ARGV[1])
-end
-for _, row in ipairs(cmsgpack.unpack(ARGV[4])) do
-  local tenant, requests, tokens, requests_cost, tokens_cost, ended, running = unpack(row)
-  local bucket, holds = KEYS[2] .. tenant, KEYS[3] .. tenant
-  if requests_cost ~= 0 or tokens_cost ~= 0 then
-    clean(bucket, 'hash')
-    local limits = {{requests, tokens}}
-    keep(bucket, limits, {{level_of(bucket, names[1], requests) - requests_cost,
-                           level_of(bucket, names[2], tokens) - tokens_cost}})
-  end
-  if #ended > 0 or #running > 0 then
-    expire_members(holds, hold_ms)
-    for _, name in ipairs(ended) do redis.call('ZREM', holds, name) end
-    for _, name in ipairs(running) do redis.call('ZADD', holds, now_ms + hold_ms, name) end
-    redis.call('PEXPIRE', holds, hold_ms + 1000)
-  end
-end
-return redis.call('ZCARD', KEYS[1])
-""")

@@ -22,7 +22,8 @@ from redis.exceptions import RedisError
 
 from services.cluster.connections import end_task
 from services.cluster.keys import Keys
-from services.cluster.redis_store import Script, Store, run_script, thread_client
+from services.cluster.redis_store import Store, run_script, thread_client
+from services.cluster.registry_scripts import LIST, RELEASE, RENEW
 from services.cluster.secret import share, share_through
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.cluster_secret import Secrets
@@ -223,7 +224,7 @@ class WorkerLease:
             proof = sign_record(self._secrets(), self._keys.cluster, raw)
         args = (record.order, raw, self._ttl_ms, record.id, record.state, proof)
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
-        if run_script(self._client, _RENEW, keys, args) == 1:
+        if run_script(self._client, RENEW, keys, args) == 1:
             self._renewed_at_s = time.monotonic()
             return
         self._is_lost = True
@@ -233,7 +234,7 @@ class WorkerLease:
     def _delete(self) -> None:
         record = self._record
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
-        run_script(self._client, _RELEASE, keys, (record.order, record.id))
+        run_script(self._client, RELEASE, keys, (record.order, record.id))
 
 
 async def watch_workers(
@@ -290,7 +291,7 @@ async def list_leases(
         await share_through(store, secrets)
     held = () if secrets is None else secrets()
     args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES, MAX_PROOF_BYTES)
-    epoch, num_rejected, *found = await store.run(_LIST, (keys.workers, keys.epoch), args)
+    epoch, num_rejected, *found = await store.run(LIST, (keys.workers, keys.epoch), args)
     store.stats.num_rejected_values += num_rejected
     records, ages_s = {}, {}
     for worker_id, order, raw, left_ms, proof in zip(*(found[n::5] for n in range(5)), strict=True):
@@ -430,76 +431,3 @@ def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:
 
 
 _DECODER = msgspec.json.Decoder(WorkerRecord)
-
-# KEYS: the worker's record, the set of ids, the channel. ARGV: order, record, TTL in ms, id, state, proof.
-# Answers 1, or 0 if a newer incarnation holds the record. A record that cannot be right (wrong type, no order, an
-# endless TTL) protects nothing and is replaced.
-_RENEW = Script("""
-local kind = redis.call('TYPE', KEYS[1]).ok
-local order, state = false, false
-if kind == 'hash' then
-  order, state = unpack(redis.call('HMGET', KEYS[1], 'order', 'state'))
-  local ttl = redis.call('PTTL', KEYS[1])
-  local is_sound = order and #order == 53 and string.find(order, '^%d+:%x+$') and ttl > 0 and ttl <= 20 * ARGV[3]
-  if is_sound and order > ARGV[1] then return 0 end
-elseif kind ~= 'none' then
-  redis.call('DEL', KEYS[1])
-end
-redis.call('HSET', KEYS[1], 'order', ARGV[1], 'record', ARGV[2], 'state', ARGV[5], 'proof', ARGV[6])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-local set_kind = redis.call('TYPE', KEYS[2]).ok
-if set_kind ~= 'set' and set_kind ~= 'none' then redis.call('DEL', KEYS[2]) end
-redis.call('SADD', KEYS[2], ARGV[4])
-if order ~= ARGV[1] or state ~= ARGV[5] then redis.call('PUBLISH', KEYS[3], ARGV[4]) end
-return 1
-""")
-
-# KEYS: the worker's record, the set of ids, the channel. ARGV: order, id. Answers 1 if the record was ours.
-_RELEASE = Script("""
-if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then return 0 end
-if redis.call('HGET', KEYS[1], 'order') ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
-if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV[2]) end
-redis.call('PUBLISH', KEYS[3], ARGV[2])
-return 1
-""")
-
-# KEYS: the set of ids, the epoch. ARGV: an epoch to set if Redis has none, prefix of records, most ids, most bytes of
-# a record and of a proof. Answers the epoch, how many values were not what they should be, and per worker: id, order,
-# record, proof. What is not a set, or a set that is too large, is thrown away under a new epoch, so that the
-# leases fill it again before anybody is missed.
-_LIST = Script("""
-local epoch = redis.call('TYPE', KEYS[2]).ok == 'string' and redis.call('GETRANGE', KEYS[2], 0, 64)
-if not epoch or #epoch ~= 32 or string.find(epoch, '%X') then
-  epoch = ARGV[1]
-  redis.call('SET', KEYS[2], epoch)
-end
-local set_kind = redis.call('TYPE', KEYS[1]).ok
-if set_kind == 'none' then return {epoch, 0} end
-if set_kind ~= 'set' or redis.call('SCARD', KEYS[1]) > tonumber(ARGV[3]) then
-  redis.call('DEL', KEYS[1])
-  redis.call('SET', KEYS[2], ARGV[1])
-  return {ARGV[1], 1}
-end
-local answer, rejected = {epoch, 0}, 0
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local key = ARGV[2] .. id
-  local kind = redis.call('TYPE', key).ok
-  if kind == 'none' then
-    redis.call('SREM', KEYS[1], id)
-  elseif kind ~= 'hash' or redis.call('HSTRLEN', key, 'record') > tonumber(ARGV[4])
-      or redis.call('HSTRLEN', key, 'order') ~= 53 or redis.call('HEXISTS', key, 'record') == 0 then
-    rejected = rejected + 1
-  else
-    local order, record = unpack(redis.call('HMGET', key, 'order', 'record'))
-    table.insert(answer, id)
-    table.insert(answer, order)
-    table.insert(answer, record)
-    table.insert(answer, redis.call('PTTL', key))
-    local is_short = redis.call('HSTRLEN', key, 'proof') <= tonumber(ARGV[5])
-    table.insert(answer, is_short and redis.call('HGET', key, 'proof') or '')
-  end
-end
-answer[2] = rejected
-return answer
-""")

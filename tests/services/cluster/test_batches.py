@@ -18,17 +18,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from services.cluster.batch_scripts import MAX_ACTIVE, MAX_BATCHES, OVER, Reply, Status
 from services.cluster.batches import (
     LEASE_S,
-    MAX_ACTIVE,
-    MAX_BATCHES,
-    OVER,
     BatchRefused,
     BatchStore,
     Order,
-    Reply,
     Result,
-    Status,
     has_result,
 )
 from services.cluster.embedded_redis import EmbeddedRedis

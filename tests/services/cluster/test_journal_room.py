@@ -6,7 +6,8 @@ import random
 import pytest
 
 from services.cluster.journal_room import MIN_KEPT_S, JournalRoom, cost_bytes, swept_bytes
-from services.cluster.journals import TTL_S, JournalStore, JournalWriter, Mode, Outcome, Record, Written, row_of
+from services.cluster.journal_scripts import Written
+from services.cluster.journals import TTL_S, JournalStore, JournalWriter, Mode, Outcome, Record, row_of
 
 CALL = b"c" * 10_000
 COST = cost_bytes(len(CALL), 1)

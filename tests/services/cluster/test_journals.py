@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.cluster.journal_scripts import MAX_CHOICES, MAX_JOURNAL_BYTES, Written
 from services.cluster.journals import (
-    MAX_CHOICES,
-    MAX_JOURNAL_BYTES,
     TTL_S,
     JournalStore,
     JournalWriter,
     Mode,
     Outcome,
     Record,
-    Written,
     pack,
     row_of,
     unpack,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from services.cluster import prefix_index
+from services.cluster import prefix_index, prefix_scripts
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.prefix_index import (
     FILL_KEYS,
@@ -332,8 +332,8 @@ async def test_no_number_ever_stands_for_two_contents(
     numbers: dict[int, list[bytes]] = {}
 
     def spoil_and_watch(connection: "redis.Redis", *args: Any, **options: Any) -> Any:
-        is_fill = args[1] == prefix_index._FILL.digest
-        if is_fill or (args[1] == prefix_index._CHANGE.digest and args[-1]):
+        is_fill = args[1] == prefix_scripts.FILL.digest
+        if is_fill or (args[1] == prefix_scripts.CHANGE.digest and args[-1]):
             numbers.setdefault(args[9] if is_fill else args[10], []).append(args[-1])
             if not is_fill:
                 # Somebody takes the set away, so this change is made on one that is not what it should be.
