@@ -1,7 +1,7 @@
 """What this gateway has decided to send to a worker and the worker does not report yet.
 
-Between the decision and the worker's next report of its load there is a round trip; without these books everybody who
-is let go in that time would see the same free place. Plain counts; a request's are taken back by whoever ends it.
+Between the decision and the worker's next report of its load there is a round trip; without these books every request
+sent in that time would see the same free place. Plain counts; the code that ends a request takes its counts back.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Books:
-    """Of one session: prompts to be computed there, requests to be admitted, and pages to be promised to them.
+    """The books of one session: prompts to be computed, requests to be admitted, and pages to be promised to them.
 
     A prompt is (service class, tokens), which is the order in which workers compute prompts. `sending` are bytes
     of handoffs that will go from there when those prompts are computed, by the id of the worker that they go to.
@@ -26,9 +26,9 @@ class Books:
         return not self.prompts and not self.requests and not self.pages and not self.sending
 
     def tokens_ahead(self, prompt: tuple[int, int], waiting_tokens: int) -> int:
-        """Tokens that are computed before a prompt, where the worker says that so many wait.
+        """Returns the tokens that are computed before a prompt, where the worker says that `waiting_tokens` wait.
 
-        Of what is not from here nobody knows the order: all of it is.
+        The order of prompts from other gateways is unknown: all of them count as computed before it.
         """
         num_own = num_ahead = 0
         for other in self.prompts.values():
@@ -38,12 +38,16 @@ class Books:
         return num_ahead + max(0, waiting_tokens - num_own)
 
     def num_less_urgent(self, service_class: int) -> int:
-        """Prompts of lower classes: they wait for those of this one, which need not mind them."""
+        """Returns how many prompts are of lower classes: they wait for those of this class, which need not wait."""
         return sum(1 for other_class, _ in self.prompts.values() if other_class > service_class)
 
 
 class Bookings:
-    """Of one request: at its decode worker until that has admitted it, and where its prompt is computed until it is."""
+    """The bookings of one request.
+
+    One stands at the decode worker until that has admitted the request, the other where the prompt is computed until it
+    is done.
+    """
 
     def __init__(self) -> None:
         self._decode: Books | None = None
@@ -62,7 +66,7 @@ class Bookings:
     ) -> None:
         """Books a place, and gives up the one that was booked before.
 
-        `handoff`: which worker the prompt's pages go to, and their bytes; None: to none.
+        `handoff`: the worker that the prompt's pages go to, and their bytes; None: they stay.
         """
         self.leave()
         self._decode, self._computes = decode, computes
@@ -75,14 +79,14 @@ class Bookings:
             computes.sending[handoff[0]] = computes.sending.get(handoff[0], 0) + handoff[1]
 
     def note_admitted(self) -> None:
-        """The decode worker's own reports count the request now."""
+        """Notes that the decode worker's own reports count the request now."""
         if self._decode is not None:
             self._decode.requests -= 1
             self._decode.pages -= self._num_pages
             self._decode = None
 
     def note_prompt_done(self) -> None:
-        """Nothing of the prompt waits to be computed, and its worker says itself what is on its way from there."""
+        """Notes that nothing of the prompt waits to be computed; its worker reports what is on its way from there."""
         if self._computes is not None:
             del self._computes.prompts[self]
             self._computes = None

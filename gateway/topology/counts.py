@@ -1,4 +1,4 @@
-"""What workers have counted since they started, as they tell the gateway: for people, nothing is decided by it."""
+"""What workers have counted since they started, as they tell the gateway: for readers only, no decision uses it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,12 +11,12 @@ from prometheus_client.registry import Collector
 from protos import worker_pb2
 
 MAX_NAMES = 8
-"""Of one map of a worker's: names become labels, and what a worker says is not trusted."""
+"""The most names kept from one map of a worker: names become labels, and what a worker says is not trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierPages:
-    """Pages in the host's memory: now `total`, `free` and `held`, and since the start those that moved."""
+    """Pages in the host's memory: `total`, `free` and `held` now, and how many have moved since the start."""
 
     total: int
     free: int
@@ -28,7 +28,7 @@ class HostTierPages:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`proposed` and `accepted` are tokens by where they are from, `preemptions` sequences by how."""
+    """A worker's counts: `proposed` and `accepted` are tokens by source, `preemptions` are sequences by kind."""
 
     proposed: Mapping[str, int]
     accepted: Mapping[str, int]
@@ -36,7 +36,7 @@ class Counts:
     host_tier: HostTierPages | None
 
     def as_json(self) -> dict[str, Any]:
-        """As `/cluster` and the dashboard have it."""
+        """Returns the counts as `/cluster` and the dashboard show them."""
         tier = self.host_tier
         speculation = {
             source: {"proposed": number, "accepted": self.accepted.get(source, 0)}
@@ -59,7 +59,7 @@ class Counts:
 
 
 def read_counts(message: worker_pb2.WorkerCounts) -> Counts:
-    """What a worker's message says."""
+    """Returns the counts in a worker's message."""
     tier = message.host_tier
     return Counts(
         _named(message.proposed_tokens),
@@ -85,7 +85,7 @@ class CountsCollector(Collector):
         self.shown: dict[tuple[str, str], Counts] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape gets."""
+        """Returns the metrics for a scrape."""
         proposed, accepted, preemptions, pages, moved = families = self.describe()
         for whose, counts in self.shown.items():
             for family, by_name in (
@@ -105,7 +105,7 @@ class CountsCollector(Collector):
         return families
 
     def describe(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
-        """The names, for the registry."""
+        """Returns the metrics without values, for the registry."""
         whose = ("role", "worker")
         return [
             CounterMetricFamily(

@@ -12,7 +12,7 @@ from services.runtime.telemetry import TraceContext
 
 
 class AttemptKey(NamedTuple):
-    """Names one try of one answer towards workers."""
+    """The name of one try of one answer towards workers."""
 
     request_id: str
     attempt: int
@@ -29,7 +29,7 @@ class SequenceOrder(msgspec.Struct):
     deadline: Deadline
     trace: TraceContext | None
     cache_salt: str = ""
-    """Who may share its pages: those of the same text. Empty: all that have none."""
+    """Only requests with the same salt share pages; empty: those without one."""
     service_class: int = 2
     """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
     message: Any = None
@@ -49,7 +49,7 @@ class Declined(msgspec.Struct, frozen=True):
 class PrefillStarted(msgspec.Struct, frozen=True):
     """The prompt is being computed, after waiting `queue_s` in the worker.
 
-    `num_cached_tokens` of it are not computed, because pages of earlier requests are there.
+    `num_cached_tokens` of it are not computed, because the worker has their pages from earlier requests.
     """
 
     queue_s: float
@@ -59,7 +59,7 @@ class PrefillStarted(msgspec.Struct, frozen=True):
 class Emitted(msgspec.Struct, frozen=True):
     """New tokens; `first_index` is the place of the first one in the answer.
 
-    With the first of all may come what is asked of the prompt's tokens from the second on.
+    The first event may also bring what was asked of the prompt's tokens from the second on.
     """
 
     first_index: int
@@ -104,7 +104,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """The word that `cancel_and_ask` wants; nothing follows. `has_begun`: the prompt may have been computed."""
+    """The answer to `cancel_and_ask`; nothing follows. `has_begun`: the prompt may have been computed."""
 
     has_begun: bool
 
@@ -115,4 +115,4 @@ Event = (
 
 
 class Unfit(WorkerUnavailable):
-    """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
+    """A worker does not take what its model should: its files or its version differ. The request is tried elsewhere."""

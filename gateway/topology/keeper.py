@@ -1,4 +1,4 @@
-"""What keeps sessions: it connects again where one has ended, and ends those of workers that have become silent."""
+"""Tasks that keep sessions: they connect again where one has ended, and end those of silent workers."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ async def keep_connected(member: Member, new_session: Callable[[], WorkerSession
             member.obstacle, last_reason = _obstacle(error), error.message
             facts = {"worker": member.record.id, "address": member.record.address, "reason": error.message}
             if not is_news:
-                pass  # it is the same with each try until somebody helps
+                pass  # every try fails alike until an operator helps
             elif isinstance(error, NotProven):
                 logger.warning("a worker is not used: it and this gateway are not of one cluster", extra=facts)
             else:

@@ -37,21 +37,21 @@ class Member:
     gpu: GpuJudgement = GPU_OK
     gpu_facts: GpuFacts | None = None
     changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
+    """When its session last came up, broke or said something, on the event loop's clock; at first, when it appeared."""
     last_state: WorkerState | None = None
     """Its state when its session last came up, broke or said something."""
     obstacle: Obstacle | None = None
     """Why its last session ended, while it has none."""
     has_worked: bool = False
-    """It was ready once."""
+    """Whether it was ever ready."""
     is_leaving: bool = False
-    """It has said that it leaves: when it is gone nobody misses it."""
+    """Whether it has said that it leaves: once gone, it is not reported as missing."""
     seen: tuple[object, WorkerView] | None = None
-    """How it was last seen while nothing was booked there, and all that this depends on."""
+    """All that its last view without bookings there depended on, and that view."""
 
     @property
     def arithmetic(self) -> str:
-        """What its results depend on beside the inputs; workers of one arithmetic compute the same."""
+        """What its results depend on besides the inputs: workers of one arithmetic compute equal results."""
         return self.record.arithmetic
 
     @property

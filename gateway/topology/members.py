@@ -1,7 +1,7 @@
 """Which workers are in the cluster, as this gateway sees it: registered ones, with a session to each.
 
 A live session is better evidence than the registry: a worker stays in rotation while its stream is up, whatever
-happens to Redis. Knows no request; does not choose among workers.
+happens to Redis. This module knows no request and does not choose among workers.
 """
 
 import asyncio
@@ -50,8 +50,9 @@ class Topology:
         allows_inexact: bool = False,
         presence: Presence | None = None,
     ) -> None:
-        """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may go on wherever
-        its weights are, however these are computed with, and no worker counts as exact. `presence` is told who leaves.
+        """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may continue
+        wherever its weights are, whatever arithmetic is used, and no worker counts as exact. `presence` is told of
+        workers that leave.
         """
         self.presence = presence or Presence()
         self._gateway_incarnation = gateway_incarnation
@@ -65,18 +66,18 @@ class Topology:
         self._rotations: dict[tuple[Role, str | None], Rotation] = {}
         """By role and model, until a worker comes or goes."""
         self._named_tenants: dict[str, set[str]] = {}
-        """By model, those for whom workers are kept, until a worker comes or goes."""
+        """By model, the tenants that have workers of their own, until a worker comes or goes."""
         self._watchers: set[Callable[[], None]] = set()
         self._stale_since_s: float | None = None
-        """Since when nobody can say who is registered, on the event loop's clock."""
+        """Since when it is unknown which workers are registered, on the event loop's clock."""
         self._renewed_at_s: dict[str, float] = {}
-        """By worker id, when its lease was renewed, as far as that is known, on the event loop's clock."""
+        """When each worker's lease was renewed, by its id, as far as that is known, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._note_leaving: Callable[[str], None] = lambda worker_id: None
         self._note_handoff: Callable[[str, str, int | TransferFailed], None] = lambda prefill, decode, outcome: None
         self._watching: list[asyncio.Task[None]] = []
         self.pace = Pace()
-        """Of the tokens of all sessions."""
+        """The pace of the tokens of all sessions."""
 
     def start(self) -> None:
         """Begins to watch for silent workers, and whether there is time for every token."""
@@ -93,7 +94,7 @@ class Topology:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch_gpus(self, note: Callable[[str, GpuJudgement], None]) -> None:
-        """Calls `note(worker_id, judgement)` when a worker's GPU is judged otherwise; ok when the process has left."""
+        """Calls `note(worker_id, judgement)` when a worker's GPU is judged anew; ok when its process has left."""
         self._note_gpu = note
 
     def watch_leaving(self, note: Callable[[str], None]) -> None:
@@ -105,7 +106,7 @@ class Topology:
         self._note_handoff = note
 
     def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
-        """So many bytes of pages went from one worker to another, or could not."""
+        """Notes how many bytes of pages went from one worker to another, or why they could not."""
         self._note_handoff(prefill_id, decode_id, outcome)
 
     def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
@@ -123,20 +124,20 @@ class Topology:
         self._changed()
 
     def take_renewals(self, ages_s: Mapping[str, float]) -> None:
-        """How long ago each worker's lease was renewed, by its id, as of now."""
+        """Takes how long ago each worker's lease was renewed, by its id, as of now."""
         now_s = asyncio.get_running_loop().time()
         self._renewed_at_s = {worker_id: now_s - age_s for worker_id, age_s in ages_s.items()}
 
     def look_for_missing(self) -> None:
-        """Has `presence` compare who is there with who should be; to be called every second or so."""
+        """Has `presence` compare the workers that are present with those expected; to be called about every second."""
         self.presence.look(map(seen_of, self._all()), self.now_s())
 
     def now_s(self) -> float:
-        """What times of members are measured by."""
+        """Returns the time by which members are measured."""
         return asyncio.get_running_loop().time()
 
     def members(self) -> list[Member]:
-        """All known workers in order of role and id."""
+        """Returns all known workers in order of role and id."""
         members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
         ways: dict[str, set[str]] = {}
         for member in members:
@@ -150,29 +151,29 @@ class Topology:
         return members
 
     def prefill_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
-        """Prefill workers of a model in rotation.
+        """Returns the prefill workers of a model in rotation.
 
-        Of a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
+        `prompt` is (service class, tokens); only what is computed before it counts as waiting.
         """
         usual = self.usual_speeds(model)
         return self._rotation("prefill", model).views(usual, usual.prefill, prompt, self.now_s())
 
     def decode_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
-        """Decode workers of a model in rotation; `prompt` as in `prefill_views`."""
+        """Returns the decode workers of a model in rotation; `prompt` as in `prefill_views`."""
         usual = self.usual_speeds(model)
         return self._rotation("decode", model).views(usual, usual.local, prompt, self.now_s())
 
     def prefill_ids(self, model: str, *, decode: Peer | None = None) -> list[str]:
-        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
+        """Returns the prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
         rotation = self._rotation("prefill", model)
         if decode is None:
             return rotation.ids
         return [member.record.id for member in rotation.members if self._fits(member, decode)]
 
     def decode_ids(self, model: str, *, tenant: str, bound_to: str = "") -> set[str]:
-        """Decode workers of a model in rotation that work for a tenant.
+        """Returns the decode workers of a model in rotation that work for a tenant.
 
-        With `bound_to`, an `identity_key`, only those that an answer may go on at which began with it.
+        With `bound_to`, an `identity_key`, only those where an answer that began with it may continue.
         """
         records = [member.record for member in self._rotation("decode", model).members]
         if bound_to:
@@ -180,24 +181,24 @@ class Topology:
         return {record.id for record in records if not record.tenants or tenant in record.tenants}
 
     def rotation_ids(self, role_name: Role, model: str) -> list[str]:
-        """All workers of a role and a model in rotation, whoever they work for."""
+        """Returns all workers of a role and a model in rotation, whatever tenants they work for."""
         return self._rotation(role_name, model).ids
 
     def decode_identity(self, worker_id: str) -> str:
-        """What an answer is bound to that a decode worker begins, as an `identity_key`; empty: unknown."""
+        """Returns the `identity_key` to which answers that a decode worker begins are bound; empty: unknown."""
         member = self._roles["decode"].members.get(worker_id)
         return "" if member is None else member.record.identity_key
 
     def identities(self, model: str) -> set[str]:
-        """What answers of a model's workers in rotation are bound to."""
+        """Returns the identities to which answers of a model's workers in rotation are bound."""
         return self._rotation("prefill", model).identities | self._rotation("decode", model).identities
 
     def _may_go_on(self, began: str, here: str) -> bool:
-        """Whether an answer that began with one identity may go on, or be handed over, to another."""
+        """Whether an answer that began with one identity may continue with another, or be handed over to it."""
         return began == here or (self._allows_inexact and has_weights_of(began, here))
 
     def free_share(self, model: str, tenant: str) -> float:
-        """Of its pages, the largest share that a decode worker in rotation has free for a tenant; 1 without any."""
+        """Returns the largest share of its pages that a decode worker has free for a tenant; 1 without any worker."""
         members = self._rotation("decode", model).members
         shares = (
             member.pages_available / max(1, member.load.pages_total)
@@ -207,7 +208,7 @@ class Topology:
         return max(shares, default=1.0)
 
     def usual_speeds(self, model: str) -> UsualSpeeds:
-        """What is normal for a model's workers, at most `USUAL_S` old."""
+        """Returns the usual speeds of a model's workers, at most `USUAL_S` old."""
         at_s, usual = self._usual.get(model, (-math.inf, NOTHING_MEASURED))
         now_s = asyncio.get_running_loop().time()
         if now_s - at_s > USUAL_S:
@@ -217,26 +218,26 @@ class Topology:
         return usual
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
-        """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
+        """Returns the session to a prefill worker. Raises WorkerUnavailable if it is not connected."""
         session = self._session("prefill", worker_id)
         assert isinstance(session, PrefillSession)
         return session
 
     def decode_session(self, worker_id: str) -> DecodeSession:
-        """The session to a decode worker. Raises WorkerUnavailable where there is none."""
+        """Returns the session to a decode worker. Raises WorkerUnavailable if it is not connected."""
         session = self._session("decode", worker_id)
         assert isinstance(session, DecodeSession)
         return session
 
     def num_ready(self, role_name: Role, model: str | None = None) -> int:
-        """Workers of the role in rotation, of one model or of all."""
+        """Returns how many workers of the role are in rotation, of one model or of all."""
         return len(self._rotation(role_name, model).members)
 
     def is_away(self, role_name: Role, model: str) -> bool:
         """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
 
-        One that is starting is not: nobody knows how long that takes. Nor is one that cannot be reached for longer than
-        a lease lasts, whether it goes on to renew its own or Redis is away and cannot say that it is over.
+        A worker that is starting is not away: how long that takes is unknown. Nor is one that has been out of reach
+        for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
         """
         since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
         if self._stale_since_s is not None and self._stale_since_s < since_s:
@@ -248,7 +249,7 @@ class Topology:
         )
 
     def is_alive(self, incarnation: str) -> bool:
-        """Whether there is a session to this very process now."""
+        """Whether this very process has a session now."""
         return any(member.session.is_up for member in self._all() if member.record.incarnation == incarnation)
 
     def is_silent_since(self, incarnation: str, time_s: float) -> bool:
@@ -264,14 +265,14 @@ class Topology:
         return source is not None and is_other and self._fits(source, members[worker_id].session.peer)
 
     def max_sequence_tokens(self, model: str) -> int | None:
-        """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
+        """Returns the longest sequence that a decode worker of a model in rotation can hold; None without one."""
         return self._rotation("decode", model).max_sequence_tokens
 
     def lane_of(self, model: str, tenant: str, bound_to: str = "") -> str:
-        """The same name for requests that may use the same workers: empty, or its tenant's if a worker is kept for it.
+        """Returns a name shared by requests that may use the same workers: empty, or the tenant's if it has its own.
 
-        With `bound_to`, the name is another one while an answer with that identity may not go on at some decode worker
-        in rotation.
+        With `bound_to`, the name is another one while some decode worker in rotation may not continue an answer with
+        that identity.
         """
         named = self._named_tenants.get(model)
         if named is None:
@@ -285,11 +286,11 @@ class Topology:
         return lane
 
     def kv_bytes_per_token(self, model: str) -> int:
-        """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""
+        """Returns the bytes of a token's KV on its way to another worker; 0: not known yet."""
         return self._rotation("prefill", model).kv_bytes_per_token
 
     def cache_layouts(self, model: str) -> set[tuple[str, int]]:
-        """(layout fingerprint, tokens of a page) of a model's workers in rotation: what names of pages depend on."""
+        """Returns (layout fingerprint, tokens of a page) of workers in rotation: what names of pages depend on."""
         return self._rotation("prefill", model).layouts | self._rotation("decode", model).layouts
 
     def is_uniform(self, model: str) -> bool:
@@ -297,9 +298,10 @@ class Topology:
         return len(self.identities(model)) <= 1 and not self._mismatched
 
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
-        """(pages, places) that a decode worker has for a request of a class: what worse classes have gives way.
+        """Returns the (pages, places) that a decode worker has for requests of a class.
 
-        So many places that they never run out, where the worker does not say how many it has.
+        What requests of worse classes hold is included, since these are preempted. Places never run out where the
+        worker does not say how many it has.
         """
         member = self._roles["decode"].members.get(worker_id)
         if member is None:
@@ -339,7 +341,7 @@ class Topology:
                 changed.clear()
 
     def tell_watchers(self) -> None:
-        """What they show with the workers has changed."""
+        """Calls the watchers' notes: something that they show beside the workers has changed."""
         for note in self._watchers:
             note()
 
@@ -370,7 +372,7 @@ class Topology:
             member.keeper = asyncio.create_task(self._keep(role, member), name=f"session-{worker_id}")
 
     def _judge_model(self, member: Member) -> None:
-        """Says once of each worker process that it gets no work, and why: its model never changes in its life."""
+        """Logs once for each worker process that it gets no work, and why: its model never changes in its life."""
         before, member.left_out = member.left_out, self._judge(member.record)
         if member.left_out != before:
             found = {"worker": member.record.id, "model": member.record.model, "reason": member.left_out}
@@ -404,7 +406,7 @@ class Topology:
         self._changed()
 
     def _judge_gpu(self, member: Member, facts: GpuFacts) -> None:
-        """Once for each report that has new facts, not for each request."""
+        """Judges a GPU: once for each report that has new facts, not for each request."""
         member.gpu_facts = facts
         before, member.gpu = member.gpu, judge_gpu(facts)
         if member.gpu == before:
@@ -446,7 +448,7 @@ class Topology:
         return self._renewed_at_s.get(worker_id, -math.inf)
 
     def _rotation(self, role_name: Role, model: str | None) -> Rotation:
-        """Members in rotation. A worker of another model than the request's must never be among them."""
+        """Returns the members in rotation. A worker of another model than the request's must never be among them."""
         rotation = self._rotations.get((role_name, model))
         if rotation is None:
             rotation = self._rotations[role_name, model] = Rotation(
@@ -473,7 +475,7 @@ class Topology:
         return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
 
     def _changed(self) -> None:
-        """A worker may have come or gone, or be another one."""
+        """Drops what depends on the set of workers: one may have come, gone or been replaced."""
         self._rotations.clear()
         self._named_tenants.clear()
         self._note_change()

@@ -1,8 +1,8 @@
 """Whether a worker serves what this gateway serves under the model's name. Pure: compares what both have read.
 
-Vocabulary, ends, context and tokenizer must be equal: the gateway has made token ids of a client's text, and makes text
-of the worker's. Of the weights the gateway's own folder decides where it has any; where it has none they are not
-judged, and each answer keeps to the weights that began it. What an older worker does not say is not judged either.
+Vocabulary, ends, context and tokenizer must be equal: the gateway makes token ids of a client's text, and text of the
+worker's ids. Weights must be those in the gateway's own folder, where it has any; otherwise they are not judged, and
+each answer keeps to the weights that began it. What an older worker does not say is not judged either.
 """
 
 from services.cluster.registry import WorkerRecord
@@ -10,7 +10,7 @@ from services.runtime.model_facts import ModelFacts
 
 
 def difference(record: WorkerRecord, served: ModelFacts | None, *, allows_other_weights: bool) -> str:
-    """What of a worker's model differs from the one that is served, in a sentence; empty: nothing that is known."""
+    """Returns how a worker's model differs from the one that is served, in a sentence; empty: no known difference."""
     worker = record.facts
     if worker is None or served is None:
         return ""

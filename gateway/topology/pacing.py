@@ -1,15 +1,15 @@
 """How long tokens wait for one another when the gateway has more to do than its core can.
 
 A token costs little where it is read from its worker's message and much where it goes out: an event, a write and a
-packet of its own. While there is time for that, each goes out as it comes. Where the gateway falls behind, tokens of
-one answer that come within `hold_s`, a part of what it is behind, go out together, as one event. A gateway at its limit
-so sends larger events, a moment later; otherwise it would fall behind its workers more and more, until requests are
+packet of its own. While there is time for that, each token goes out as it comes. Where the gateway falls behind, tokens
+of one answer that come within `hold_s`, a share of the delay, go out together, as one event. So a gateway at its limit
+sends larger events, a moment later; otherwise it would fall behind its workers more and more, until requests are
 refused and sessions break.
 
-It falls behind where messages of its workers are read late *and* its event loop has no time to spare. Late alone may be
-the network; and a loop that is busy but in time needs no help. How late a message is, its worker's time stamp says, by
-comparison with the others of the same worker; how busy the loop's thread is says the kernel, with what it waited for
-a core. Time is real here; the rule itself is `Pace.adjust`.
+It falls behind where messages of its workers are read late *and* its event loop has no time to spare. Lateness alone
+may be the network's, and a loop that is busy but in time needs no help. How late a message is follows from its worker's
+time stamp, compared with those of the same worker's other messages; how busy the loop's thread is, waits for a core
+included, comes from the kernel. Time is real here; the rule itself is `Pace.adjust`.
 """
 
 import asyncio
@@ -21,25 +21,25 @@ LOOK_S = 0.1
 BUSY_SHARE = 0.8
 LATE_S = 0.05
 HOLD_SHARE = 0.2
-"""Of what messages are late by. Less, and a gateway that is offered twice its limit is a second late; more, and streams
-stutter after each burst of requests."""
+"""The share of messages' lateness that becomes `hold_s`. With less, a gateway that is offered twice its limit is a
+second late; with more, streams stutter after each burst of requests."""
 MAX_HOLD_S = 0.2
 """Readers hardly notice; it is well below the silence that counts as a worker's fault (`health.MIN_SILENCE_S`)."""
 MEMORY_S = 10.0
-"""For so long and up to twice as long the soonest message is remembered: clocks are set now and then."""
+"""The soonest message is remembered for this time, and up to twice as long: clocks are set now and then."""
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Lateness:
-    """Of the messages of one worker."""
+    """The lateness of the messages of one worker."""
 
     def __init__(self) -> None:
         self._since_s = 0.0
         self._most_ahead_s = self._most_ahead_before_s = -math.inf
 
     def of(self, ahead_s: float, now_s: float) -> float:
-        """How much later than the soonest one a message is, in seconds.
+        """Returns how much later than the soonest one a message is, in seconds.
 
         `ahead_s`: by how much its time stamp is ahead of the clock here, whatever the two clocks show.
         """
@@ -51,17 +51,17 @@ class Lateness:
 
 
 class Pace:
-    """One event loop's. `hold_s`, from 0 to MAX_HOLD_S, is what sessions look at."""
+    """The pace of one event loop. Sessions look at `hold_s`, which is from 0 to MAX_HOLD_S."""
 
     def __init__(self) -> None:
         self.hold_s = 0.0
         self.busy_share = 0.0
-        """Of the last LOOK_S."""
+        """The busy share of the last LOOK_S."""
         self._late_s: float | None = None
-        """By how much the latest message since the last reading was late; None: there was none."""
+        """By how much the latest message since the last reading was late; None: no message has come."""
 
     def note_late(self, seconds: float) -> None:
-        """A message was read so late."""
+        """Notes that a message was read `seconds` late."""
         self._late_s = max(self._late_s or 0.0, seconds)
 
     def adjust(self, busy_share: float) -> None:
@@ -84,7 +84,7 @@ class Pace:
 
 
 def thread_busy_s() -> float:
-    """Seconds for which this thread has run or waited for a core; where nobody tells of waiting, run."""
+    """Returns the seconds for which this thread has run or waited for a core; only run, where waits are not known."""
     try:
         run_ns, wait_ns, _ = _SCHEDSTAT.read_text().split()
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
 """This gateway's own picture of which worker has which KV pages cached. No request waits for Redis here.
 
-Ten times a second one call brings what all workers have changed since the last one; a worker whose changes do not lead
-here any more is read as a whole, piece by piece, while its former picture goes on to serve. A wrong answer costs the
-worker a recompute.
+Ten times a second one call brings what all workers have changed since the last one. A worker whose changes no longer
+continue its picture here is read as a whole, piece by piece, while the former picture still serves. A wrong answer
+costs the worker a recompute.
 
 One dictionary has, for each page key, a whole number with one bit for each worker that holds it, so a prompt is looked
-up once and not once for each worker. A worker that is read anew or has gone gives its bit back: it counts no longer
-from that moment on, and is taken out of the numbers bit by bit in the background before it is given to another one.
+up once and not once for each worker. A worker that is read anew or has gone gives its bit back: the bit no longer
+counts from then on, and is removed from the numbers piece by piece in the background before another worker gets it.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from services.runtime.errors import StoreUnavailable
 
 LOOK_INTERVAL_S = 0.1
 BUSY_INTERVAL_S = 0.005
-"""Pause between pieces of work that is left over, so that requests get their turn."""
+"""The pause between pieces of work that is left over, so that requests get their turn."""
 MAX_AGE_S = 1.0
 GRACE_S = 2.0
-"""How long a worker counts that Redis does not know any more; one that lives is back within a beat and a bit."""
+"""How long a worker that Redis no longer knows still counts; a live one is back soon after its next heartbeat."""
 REREAD_S = 1.0
-"""Pause before a worker is read again whose pages could not be read."""
+"""The pause before a worker whose pages could not be read is read again."""
 MAX_VIEW_PAGES = 2**22
-"""Most different pages; others are left out, and counted."""
+"""The most different pages; further ones are left out, and counted."""
 MAX_EXPECTED_PAGES = 2**16
-"""Most expected pages; for more of them those go that would end first."""
+"""The most expected pages; for further ones, those that would end first are dropped."""
 CHUNKS_PER_LOOK = 4
 SWEEP_PAGES = 4096
 
@@ -44,14 +44,14 @@ class ViewStats:
 
     num_looks: int = 0
     num_reads: int = 0
-    """Workers of which everything was read."""
+    """How often a worker was read as a whole."""
     num_changed_pages: int = 0
     num_ignored_pages: int = 0
     """Pages beyond MAX_VIEW_PAGES."""
 
 
 class PrefixView:
-    """Which prefix is cached where, for one event loop.
+    """The picture of which prefix is cached where, for one event loop.
 
     `start` begins to follow Redis; `refresh` does one step of it. About 0.1 KiB for each different page.
     """
@@ -79,17 +79,17 @@ class PrefixView:
 
     @property
     def age_s(self) -> float:
-        """How long ago Redis held nothing that is not in here; infinite before the first time."""
+        """How long ago this picture had all that Redis held; infinite before the first time."""
         return self._clock.monotonic() - self._as_of_s
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is older than MAX_AGE_S: Redis does not answer, or workers are still being read."""
+        """Whether the picture is older than MAX_AGE_S: Redis does not answer, or workers are still being read."""
         return self.age_s > MAX_AGE_S
 
     @property
     def num_pages(self) -> int:
-        """Different pages in memory, those included that are about to be forgotten."""
+        """Different pages in memory, including those about to be forgotten."""
         return len(self._pages.holders)
 
     @property
@@ -98,12 +98,12 @@ class PrefixView:
         return frozenset(worker.worker_id for worker in self._workers.values() if worker.order)
 
     def longest(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many pages from the first on each worker has, expected ones included; workers without any: none."""
+        """Returns how many pages from the first on each worker has, expected ones included; only workers with any."""
         self._expire()
         return {self._pages.names[bit]: num_pages for bit, num_pages in self._pages.longest(keys)}
 
     def expect(self, worker_id: str, keys: Iterable[bytes], *, ttl_s: float) -> None:
-        """Counts pages as held for a while, because a prompt was just sent there whose pages it will soon publish."""
+        """Counts pages as held for a while: a prompt was just sent to the worker, which will soon publish them."""
         self._expire()
         worker = self._workers.get(worker_id) or self._new_worker(worker_id)
         expected, ends_at_s = tuple(keys)[:MAX_EXPECTED_PAGES], self._clock.monotonic() + ttl_s
@@ -116,13 +116,13 @@ class PrefixView:
             self._end_expectation()
 
     def forget_expected(self, worker_id: str) -> None:
-        """Takes back what was expected of a worker: it is another process now, or has refused."""
+        """Takes back what was expected of a worker, because it is another process now or has refused."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self._unexpect(worker)
 
     def keys_of(self, worker_id: str) -> frozenset[bytes]:
-        """What a worker holds, without expectations. Looks at every page: for inspection only."""
+        """Returns what a worker holds, without expectations. Looks at every page: for inspection only."""
         worker = self._workers.get(worker_id)
         return frozenset() if worker is None else frozenset(self._pages.keys_of(worker.bit))
 
@@ -131,7 +131,7 @@ class PrefixView:
         self._task = asyncio.create_task(self._follow(), name="prefix-view")
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops following."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -139,7 +139,7 @@ class PrefixView:
                 self._task.result()
 
     async def refresh(self) -> bool:
-        """One look at Redis, and a piece of what must be read. True: nothing is left over. Raises StoreUnavailable."""
+        """Looks at Redis once, and reads a piece. Returns whether nothing is left over. Raises StoreUnavailable."""
         began_s = self._clock.monotonic()
         known = {worker.worker_id: worker.followed for worker in self._workers.values() if worker.followed is not None}
         sightings, is_all = await self._index.look(known)
@@ -240,7 +240,7 @@ class PrefixView:
         self._pages.show(bit, worker.worker_id)
 
     def _miss(self, seen: set[str]) -> None:
-        """Forgets workers that Redis has not known for a while; it may have lost its memory, which they bring back."""
+        """Forgets workers unknown to Redis for a while; not at once, since it may have lost data that they restore."""
         now_s = self._clock.monotonic()
         for worker in [worker for worker in self._workers.values() if worker.order and worker.worker_id not in seen]:
             if worker.missing_since_s is None:
@@ -288,7 +288,7 @@ class _Reading:
     position: Position | None = None
 
     def goes_on_with(self, chunk: IndexSlice) -> bool:
-        """Whether the chunk is of the same set as the ones before, and the set comes to an end."""
+        """Whether the chunk belongs to the set of those before it, and that set comes to an end."""
         life = None if self.position is None else (self.position.order, self.position.base)
         return life == (chunk.position.order, chunk.position.base) and self.num_pages <= 2 * MAX_PAGES
 
@@ -298,23 +298,23 @@ class _Worker:
     worker_id: str
     bit: int
     order: str = ""
-    """Its life; empty: it has published nothing."""
+    """The life of its process; empty: it has published nothing."""
     position: Position | None = None
-    """Up to where its pages are here; None: they are of another time."""
+    """The position up to which its pages are here; None: they are out of date."""
     reading: _Reading | None = None
     read_at_s: float = -math.inf
     missing_since_s: float | None = None
     expected: dict[bytes, float] = field(default_factory=dict)
-    """Until when, by key."""
+    """When each expectation ends, by key."""
 
     @property
     def followed(self) -> Position | None:
-        """From where changes are of use."""
+        """The position from which changes are of use."""
         return self.position if self.reading is None else self.reading.position
 
 
 class _Pages:
-    """Who holds which page, in bits."""
+    """Which workers hold which page, in bits."""
 
     def __init__(self, stats: ViewStats) -> None:
         self.holders: dict[bytes, int] = {}
@@ -328,24 +328,24 @@ class _Pages:
         self._to_sweep: list[bytes] = []
 
     def take_bit(self) -> int:
-        """The lowest bit that nobody has."""
+        """Returns the lowest bit that no worker has."""
         bit = ~self._taken & (self._taken + 1)
         self._taken |= bit
         return bit
 
     def show(self, bit: int, worker_id: str) -> None:
-        """Lets a bit count."""
+        """Makes a bit count."""
         self.names[bit] = worker_id
         self._shown |= bit
 
     def retire(self, bit: int) -> None:
-        """Lets a bit count no longer; it is free again once it was swept out."""
+        """Stops a bit from counting; it is free again once it has been swept out."""
         self.names.pop(bit, None)
         self._shown &= ~bit
         self._retired |= bit
 
     def add(self, keys: Sequence[bytes], bit: int) -> None:
-        """The worker holds these."""
+        """Notes that the worker holds these keys."""
         holders = self.holders
         if len(holders) + len(keys) > MAX_VIEW_PAGES:
             room = MAX_VIEW_PAGES - len(holders)
@@ -355,24 +355,24 @@ class _Pages:
             keys = [key for key in keys if key not in ignored]
         for key in keys:
             held = holders.get(key)
-            # The very object `bit` for most of them: numbers of many bits take memory.
+            # Most keys share the very object `bit`: numbers of many bits take memory.
             holders[key] = bit if held is None else held | bit
 
     def remove(self, keys: Sequence[bytes], bit: int) -> None:
-        """The worker holds these no longer."""
+        """Notes that the worker no longer holds these keys."""
         for key in keys:
             _clear(self.holders, key, bit)
 
     def expect(self, key: bytes, bit: int) -> None:
-        """The worker will hold this."""
+        """Notes that the worker will hold this key."""
         self._expected[key] = self._expected.get(key, 0) | bit
 
     def unexpect(self, key: bytes, bit: int) -> None:
-        """That is no longer expected."""
+        """Notes that this key is no longer expected."""
         _clear(self._expected, key, bit)
 
     def longest(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """(bit, number of keys from the first one on) of all that have any."""
+        """Returns (bit, number of keys from the first one on) for all bits that have any."""
         running = self._shown
         num_pages = 0
         for held in self._held(keys):
@@ -388,14 +388,14 @@ class _Pages:
             yield from ((bit, num_pages) for bit in _bits(running))
 
     def _held(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """The bits of each key, looked up without a line of Python for each."""
+        """Returns the bits of each key, looked up without a line of Python for each."""
         held = map(self.holders.get, keys, itertools.repeat(0))
         if not self._expected:
             return held
         return map(operator.or_, held, map(self._expected.get, keys, itertools.repeat(0)))
 
     def sweep(self) -> bool:
-        """Takes retired bits out of some pages. True: nothing is left to be swept."""
+        """Takes retired bits out of some pages. Returns whether nothing is left to be swept."""
         if not self._sweeping:
             if not self._retired:
                 return True
@@ -413,7 +413,7 @@ class _Pages:
         return not self._retired
 
     def keys_of(self, bit: int) -> Iterator[bytes]:
-        """What the worker holds."""
+        """Returns the keys that the worker holds."""
         return (key for key, held in self.holders.items() if held & bit)
 
 

@@ -1,5 +1,5 @@
-"""Which workers should be in the cluster: those that were seen and have not said that they leave, and a number of each
-role that an operator has named. Pure: what is seen and the time are passed in.
+"""Which workers should be in the cluster: those that were seen and have not said that they leave, and as many of each
+role as an operator expects. Pure: what is seen and the time are passed in.
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ GONE_FOR_S = 600.0
 MISSING_AFTER_S = 10.0
 """Fewer workers than an operator expects are a trouble after this time: one that is replaced comes back sooner."""
 STARTING_FOR_S = 600.0
-"""A worker that loads its model counts as there for this time."""
+"""A worker that loads its model counts as present for this time."""
 MAX_GONE = 1024
-"""More are not missed; those that vanished first are forgotten."""
+"""The most workers that are missed; beyond that, those that vanished first are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker that was ready and vanished without a word, noticed at `at_s` and `since_unix_s`.
-
-    The latter are seconds since 1970.
-    """
+    """A worker that was ready and vanished without a word, noticed at `at_s`, which is `since_unix_s` in Unix time."""
 
     worker: Seen
     at_s: float
@@ -53,33 +50,33 @@ class Shortage:
 
 
 class Presence:
-    """Who is missed. `expected` are numbers of workers by role; a role that is not in it has no expected number."""
+    """The workers that are missed. `expected` is how many there should be by role; other roles have no such number."""
 
     def __init__(self, expected: Mapping[str, int] | None = None) -> None:
         self.expected = dict(expected or {})
         self.num_vanished: Counter[str] = Counter()
-        """By role, since the start."""
+        """How many have vanished since the start, by role."""
         self._gone: dict[str, Gone] = {}
         self._known: set[str] = set()
         """Ids of workers that were ready and have neither left in order nor been forgotten."""
         self._newcomers: dict[str, float] = {}
-        """By the id of a worker that has not been ready yet, when it was first seen."""
+        """When each worker that has not been ready yet was first seen, by its id."""
         self._starting_since_s: dict[str, float] = {}
         self._short_since_s: dict[str, float] = {}
         self._shortages: dict[str, Shortage] = {}
 
     @property
     def gone(self) -> list[Gone]:
-        """Those that are missed, in order of role and id."""
+        """The workers that are missed, in order of role and id."""
         return sorted(self._gone.values(), key=lambda gone: (gone.worker.role, gone.worker.id))
 
     @property
     def shortages(self) -> Mapping[str, Shortage]:
-        """Roles of which there have been too few for a while, as of the last look."""
+        """Roles that have had too few workers for a while, as of the last look."""
         return self._shortages
 
     def left(self, worker: Seen, now_s: float, *, unix_s: float, in_order: bool) -> None:
-        """A worker has neither a lease nor a session any longer. `in_order`: it had said that it leaves."""
+        """Notes that a worker has neither a lease nor a session any longer. `in_order`: it had said that it leaves."""
         if worker.id not in self._known and not worker.has_worked:
             return
         if in_order:
@@ -93,7 +90,7 @@ class Presence:
             self._forget(next(iter(self._gone)))
 
     def look(self, present: Iterable[Seen], now_s: float) -> None:
-        """Takes all workers of this moment: who is back, who has taken another one's place, who is forgotten."""
+        """Takes all present workers: finds out which are back, which are replacements and which to forget."""
         workers = {worker.id: worker for worker in present}
         self._newcomers = {id_: since_s for id_, since_s in self._newcomers.items() if id_ in workers}
         for worker in workers.values():
@@ -111,7 +108,7 @@ class Presence:
             return
         del self._newcomers[worker.id]
         self._known.add(worker.id)
-        # Names that are new at each start: one that came after another vanished is its replacement.
+        # Where ids are new at each start, a worker that came after another one vanished is its replacement.
         for gone in self._gone.values():
             is_alike = (gone.worker.role, gone.worker.model) == (worker.role, worker.model)
             if is_alike and gone.at_s <= first_seen_s:

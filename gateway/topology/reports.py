@@ -1,4 +1,4 @@
-"""What a worker reports of itself: load, GPU, links. Numbers that no policy can calculate with are dropped."""
+"""What a worker reports of itself: load, GPU, links. Numbers with which no policy can calculate are dropped."""
 
 import math
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     """Context length of its batch: the tokens of all its sequences."""
     prefill_speed: PrefillSpeed | None = None
-    """None, like the other speeds, until it has measured something."""
+    """Its speed with prompts; None, like the other speeds, until it has measured something."""
     decode_speed: DecodeSpeed | None = None
     link_speed: LinkSpeed | None = None
     is_draining: bool = False
@@ -90,7 +90,7 @@ def read_links(before: PeerLinks, told: Iterable[worker_pb2.PeerLink]) -> PeerLi
     for link in told:
         numbers = (link.speed.latency_s, link.speed.bytes_per_s)
         if link.HasField("speed") and _are_sane(numbers) and numbers[1] > 0:
-            links.pop(link.worker_id, None)  # the one that was told of last is the last to be forgotten
+            links.pop(link.worker_id, None)  # the newest report is the last to be forgotten
             links[link.worker_id] = PeerLink(*numbers, link.underway_bytes)
     for worker_id in list(links)[: max(0, len(links) - MAX_PEERS)]:
         del links[worker_id]
@@ -117,5 +117,5 @@ def read_gpu(gpu: worker_pb2.GpuFacts) -> GpuFacts:
 
 
 def _are_sane(numbers: tuple[float, ...]) -> bool:
-    """Whether a policy can calculate with them: a worker's report is not trusted."""
+    """Whether a policy can calculate with these numbers: a worker's report is not trusted."""
     return all(math.isfinite(number) and number >= 0 for number in numbers)

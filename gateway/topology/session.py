@@ -40,14 +40,14 @@ SILENCE_LIMIT_S = 2.7
 """Workers speak at least once a second; one that was silent for this long counts as dead, unless it still renews its
 lease. With the time between two looks at it, that is within 3 s of its last word."""
 SLOW_LIMIT_S = 6.0
-"""The same for one that renews its lease: it lives, and has too little time on a busy machine, or the way to it is
-stuck. The answers that it owes wait as long."""
+"""The limit for a worker that renews its lease: it lives, but has too little time on a busy machine, or the network to
+it is stuck. The answers that it owes wait as long."""
 MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
 
 FEW_RUNNING = 8
-"""Answers of which it is worth while to ask how long each may still take."""
+"""Up to this many running answers, it is worth asking how long each may still take."""
 
 _HANDLES = itertools.count(1)
 
@@ -63,7 +63,7 @@ class EventSink(Protocol):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Which process a session is for."""
+    """The process that a session is for."""
 
     worker_id: str
     incarnation: str
@@ -71,7 +71,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Unreachable(WorkerUnavailable):
-    """There is no way to a worker; `obstacle` says what is in it."""
+    """A worker cannot be reached; `obstacle` says why."""
 
     def __init__(self, peer: Peer, obstacle: reach.Obstacle) -> None:
         super().__init__(f"{peer.worker_id} cannot be reached: {obstacle.cause}")
@@ -91,11 +91,11 @@ class WorkerSession(ABC):
         self.peer = peer
         self.load = WorkerLoad()
         self.gpu: GpuFacts | None = None
-        """What its GPU says of itself; another object with each report that has it. None: nothing was said."""
+        """What the worker's GPU reports; a new object with each report that has it. None: nothing was reported."""
         self.links: PeerLinks = NO_LINKS
-        """Those to other workers that it has measured; another object with each report of them."""
+        """The measured links to other workers; a new object with each report of them."""
         self.counts: Counts | None = None
-        """What it has counted since it started; None: it has not said."""
+        """What the worker has counted since it started; None: it has not reported that."""
         self.books = Books()
         self.is_up = False
         self.num_dropped_events = 0
@@ -106,12 +106,12 @@ class WorkerSession(ABC):
         self._sinks: dict[tuple[str, int], EventSink] = {}
         self._num_left: dict[AttemptKey, Callable[[], int]] = {}
         self._handles: dict[AttemptKey, int] = {}
-        """Of open attempts whose tokens may come together with others'."""
+        """The handles of open attempts whose tokens may come together with those of others."""
         self._sinks_by_handle: dict[int, EventSink] = {}
         self._pace = pace
         self._lateness = Lateness()
         self._held: dict[int, Emitted] = {}
-        """By handle, tokens that wait for more of the same answer."""
+        """Tokens that wait for more of the same answer, by handle."""
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
         self._is_told_left_out = False
@@ -140,7 +140,7 @@ class WorkerSession(ABC):
         except WorkerUnavailable as own_error:
             error = own_error
         except asyncio.CancelledError:
-            # gRPC tells whoever reads from a call that `check_silence` has ended as if this very task were cancelled.
+            # gRPC tells the reader of a call that `check_silence` has ended as if this very task were cancelled.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -150,9 +150,9 @@ class WorkerSession(ABC):
         raise error
 
     def steps_left(self) -> float:
-        """After how many steps what runs there has ended by its limits.
+        """Returns after how many steps all that runs there has ended by its limits.
 
-        Infinity: nobody knows, as some are other gateways', or so many run that others come for those that end.
+        Infinity: unknown, since some are other gateways', or so many run that new ones replace those that end.
         """
         if not 0 < self.load.running <= min(FEW_RUNNING, len(self._num_left)) or len(self._num_left) > FEW_RUNNING:
             return math.inf
@@ -184,7 +184,7 @@ class WorkerSession(ABC):
             self._send(self._command(cancel=worker_pb2.Cancel(id=attempt_id(key))), is_bounded=False)
 
     def cancel_and_ask(self, key: AttemptKey) -> None:
-        """The same, and the attempt stays open for the worker's word of it: Cancelled follows, whatever it knows.
+        """Cancels at the worker only: the attempt stays open for Cancelled, which follows whatever the worker knows.
 
         Raises WorkerUnavailable if the stream is broken.
         """
@@ -210,11 +210,11 @@ class WorkerSession(ABC):
             self._send(self._command(left_out=worker_pb2.LeftOut(reason=reason)), is_bounded=False)
 
     def forgive_silence(self, slept_s: float) -> None:
-        """Takes a time off the worker's silence: it was this process that did not listen."""
+        """Takes a time off the worker's silence, in which this process did not listen."""
         self._heard_at_s += slept_s
 
     def has_worked_since(self, time_s: float) -> bool:
-        """Whether it had something to do after this time of the event loop, as far as it has said."""
+        """Whether the worker had something to do after this time of the event loop, as far as it has said."""
         return self._worked_at_s > time_s
 
     def has_spoken_since(self, time_s: float) -> bool:
@@ -222,7 +222,7 @@ class WorkerSession(ABC):
         return self._heard_at_s > time_s
 
     _method: str
-    """Full name of the stream's method."""
+    """The full name of the stream's method."""
 
     @abstractmethod
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any: ...
@@ -296,7 +296,7 @@ class WorkerSession(ABC):
                 self._on_change(self)
 
     def _take_step(self, step: worker_pb2.StepTokens) -> None:
-        """Hands each attempt its token. Raises WorkerUnavailable where it is not clear which is whose."""
+        """Hands each attempt its token. Raises WorkerUnavailable if tokens cannot be matched with attempts."""
         handles, indexes, token_ids = list(step.handles), list(step.indexes), list(step.token_ids)
         if not len(handles) == len(indexes) == len(token_ids):
             raise WorkerUnavailable(f"{self.peer.worker_id} sent tokens that cannot be told apart")
@@ -311,7 +311,7 @@ class WorkerSession(ABC):
                 sink.deliver(self, Emitted(index, [token_id], None))
 
     def _hold(self, handle: int, index: int, token_id: int) -> None:
-        """Keeps a token until the first of those that are held has waited long enough, or its answer goes on."""
+        """Keeps a token until the first held one has waited long enough, or another event of its answer comes."""
         held = self._held.get(handle)
         if held is not None and held.first_index + len(held.token_ids) == index:
             held.token_ids.append(token_id)
@@ -332,7 +332,7 @@ class WorkerSession(ABC):
             self._release(handle)
 
     def _send(self, command: Any, *, is_bounded: bool = True) -> None:
-        """`is_bounded` is false for what ends something that went within the bound: it must not fail."""
+        """Sends a command. `is_bounded` is false for one that ends what was sent within the bound: it must not fail."""
         if not self.is_up:
             raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
         if is_bounded and len(self._outgoing) >= MAX_OUTGOING_COMMANDS:
@@ -368,7 +368,7 @@ class WorkerSession(ABC):
         self._handles.clear()
         self._sinks_by_handle.clear()
         self._outgoing.clear()
-        # A worker that has said that it is leaving ended its session on purpose, and what it had not finished with it.
+        # A worker that has said that it leaves ended its session on purpose, and with it what it had not finished.
         told = error if self.load.is_draining else WorkerLost(error.message)
         for sink in sinks.values():
             sink.deliver(self, Failed(told))
@@ -398,7 +398,7 @@ class DecodeSession(WorkerSession):
         self._send(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(id=attempt_id(key))))
 
     def unpause(self, key: AttemptKey) -> None:
-        """Puts it back."""
+        """Puts the sequence back into the batch."""
         self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=attempt_id(key))), is_bounded=False)
 
     def hand_over(self, key: AttemptKey, *, next_attempt: int, decode: Peer) -> None:

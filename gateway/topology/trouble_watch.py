@@ -24,17 +24,17 @@ from services.scheduling.breakers import CircuitState
 
 LOOK_S = 1.0
 UNREACHABLE_AFTER_S = LEASE_TTL_S + 1.0
-"""A worker that has died is no longer registered by then."""
+"""After this time, a worker that has died is no longer registered."""
 CLOCK_OFF_S = 2.0
 CLOCK_OFF_FOR_S = 3.0
 """A clock is compared when a message comes, and messages are late while this process is busy."""
 SLOW_REDIS_S = 0.05
-"""Mean round trip. Limits of tenants and requests with a name wait for one each."""
+"""The mean round trip that is too long. Limits of tenants and named requests each wait for one."""
 SLOW_REDIS_FOR_S = 10.0
 CERTIFICATE_DAYS = 7
 DAY_S = 86_400.0
 LINK_FOR_S = 600.0
-"""A pair of workers whose pages got stuck is not called sound before pages passed, or this time has."""
+"""A pair of workers whose pages got stuck is not called sound before pages have passed or this time is over."""
 LARGE_BYTES = 65_536
 """A handoff of this size has large packets."""
 
@@ -86,7 +86,7 @@ class TroubleWatch:
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
         self._links: dict[str, float] = {}
-        """By the names of pairs of workers, when pages got stuck last."""
+        """When pages last got stuck between a pair of workers, by the names of the pair."""
         self._task: asyncio.Task[None] | None = None
         topology.watch_handoffs(self.note_handoff)
 
@@ -95,7 +95,7 @@ class TroubleWatch:
         self._task = asyncio.create_task(self._follow(), name="troubles")
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops looking."""
         if self._task is not None:
             await end_task(self._task)
 
@@ -119,7 +119,7 @@ class TroubleWatch:
         self._end_links(members, now_s)
 
     def note_redis(self, *, is_away: bool, subject: str = "redis") -> None:
-        """Whether Redis, asked for the workers, has answered."""
+        """Notes whether Redis, asked for the workers, has answered."""
         if is_away:
             cause = self._store.last_failure or "no cause is known"
             self.troubles.begin("redis", subject, cause, redis_remedy(cause))
@@ -127,9 +127,9 @@ class TroubleWatch:
             self.troubles.end("redis", subject)
 
     def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
-        """So many bytes of pages went from one worker to another, or could not.
+        """Notes how many bytes of pages went from one worker to another, or why they could not.
 
-        Where pages got stuck while both workers could still say so, large packets are lost.
+        Where pages get stuck while both workers can still report it, large packets are lost.
         """
         link = _link(prefill_id, decode_id)
         if isinstance(outcome, TransferStalled):
@@ -155,20 +155,20 @@ class TroubleWatch:
 
 
 class _Lasting:
-    """Lets through what has been found at each look for a time."""
+    """A filter that lets through what every look for a time has found."""
 
     def __init__(self, for_s: float) -> None:
         self._for_s = for_s
         self._since_s: dict[str, float] = {}
 
     def of(self, found: Mapping[str, Found], now_s: float) -> Mapping[str, Found]:
-        """What of `found` has lasted."""
+        """Returns the part of `found` that has lasted."""
         self._since_s = {subject: self._since_s.get(subject, now_s) for subject in found}
         return {subject: one for subject, one in found.items() if now_s - self._since_s[subject] >= self._for_s}
 
 
 def gone(missed: Iterable[Gone]) -> Mapping[str, Found]:
-    """Workers that vanished."""
+    """Returns the workers that vanished."""
     found = {}
     for one in missed:
         worker = one.worker
@@ -178,7 +178,7 @@ def gone(missed: Iterable[Gone]) -> Mapping[str, Found]:
 
 
 def missing(shortages: Mapping[str, Shortage]) -> Mapping[str, Found]:
-    """Roles with fewer workers than an operator expects."""
+    """Returns the roles with fewer workers than an operator expects."""
     return {
         role: Found(
             f"{one.ready} of {one.expected} {role} workers are ready"
@@ -190,7 +190,7 @@ def missing(shortages: Mapping[str, Shortage]) -> Mapping[str, Found]:
 
 
 def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
-    """Registered workers to which there has been no session for a while."""
+    """Returns the registered workers that have had no session for a while."""
     found = {}
     for member in members:
         if member.state == WorkerState.LOST and now_s - member.changed_at_s >= UNREACHABLE_AFTER_S:
@@ -200,12 +200,12 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
 
 
 def left_out(members: Iterable[Member]) -> Mapping[str, Found]:
-    """Workers that get no work since their model is another one."""
+    """Returns the workers that get no work because their model differs."""
     return {member.record.id: Found(member.left_out, LEFT_OUT_REMEDY) for member in members if member.left_out}
 
 
 def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:
-    """Workers that are kept from work or should be, and pairs of workers between which pages keep failing to go."""
+    """Returns workers that are kept from work or should be, and pairs between which transfers keep failing."""
     found = {}
     for report in reports:
         cause = f"it {CIRCUIT_WORDS[report.state]}: {report.said()}"
@@ -218,7 +218,7 @@ def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -
 
 
 def wrong_clocks(members: Iterable[Member]) -> Mapping[str, Found]:
-    """Workers whose clock is far from this machine's."""
+    """Returns the workers whose clock is far from this machine's."""
     found = {}
     for member in members:
         ahead_s = member.session.load.clock_ahead_s if member.session.is_up else None
@@ -229,7 +229,7 @@ def wrong_clocks(members: Iterable[Member]) -> Mapping[str, Found]:
 
 
 def certificates(members: Iterable[Member], unix_s: float) -> Mapping[str, Found]:
-    """Certificates of this process and of workers that have expired or will soon."""
+    """Returns the certificates of this process and of workers that have expired or soon will."""
     ends_s: dict[str, float] = {
         member.record.id: member.record.certificate_end_unix_s
         for member in members
@@ -248,14 +248,14 @@ def certificates(members: Iterable[Member], unix_s: float) -> Mapping[str, Found
 
 
 def slow_redis(round_trip_s: float) -> Mapping[str, Found]:
-    """Redis, where calls take long."""
+    """Returns Redis where its calls take too long."""
     if round_trip_s < SLOW_REDIS_S:
         return {}
     return {"redis": Found(f"a call takes {1e3 * round_trip_s:.0f} ms on average", SLOW_REDIS_REMEDY)}
 
 
 def redis_remedy(cause: str) -> str:
-    """What to do about a Redis that does not answer, by the last failure."""
+    """Returns what to do about a Redis that does not answer, by its last failure."""
     lowered = cause.lower()
     if any(word in lowered for word in ("password", "noauth", "wrongpass", "authenticat", "noperm")):
         return "give the gateway the password of this Redis in --redis (TANDEM_REDIS)"

@@ -39,14 +39,14 @@ _SAID: Mapping[Kind, tuple[str, str]] = {
     "storage": ("the memory of Redis needs care", "the memory of Redis is in order again"),
     "unreachable": ("a worker cannot be reached", "a worker can be reached again or has left"),
 }
-"""What the log says when one begins and when it is over. Circuits have lines of the part that opens and closes them."""
+"""What the log says when a trouble begins and when it is over. Circuits are logged where they open and close."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TroubleReport:
-    """One thing that is wrong. `subject` is what it is wrong with: a worker's id, `redis`, `gateway`, a role.
+    """One thing that is wrong. `subject` is where it is wrong: a worker's id, `redis`, `gateway`, a role.
 
     `since_unix_s` is when it was first seen, in seconds since 1970; `remedy` says what to do, for a person.
     """
@@ -77,7 +77,7 @@ class Troubles:
         self.listeners: list[Callable[[TroubleReport, bool], None]] = [self._log]
 
     def begin(self, kind: Kind, subject: str, cause: str, remedy: str) -> None:
-        """Something is wrong. If that is known already, its cause and remedy are replaced and nobody is told."""
+        """Notes a trouble. If it is known already, its cause and remedy are replaced and nothing is logged."""
         known = self._now.get((kind, subject))
         if known is not None:
             if (known.cause, known.remedy) != (cause, remedy):
@@ -88,13 +88,13 @@ class Troubles:
         self._tell(trouble, True)
 
     def end(self, kind: Kind, subject: str) -> None:
-        """It is no longer wrong. Says nothing where it was not."""
+        """Notes that a trouble is over. Logs nothing if there was no such trouble."""
         trouble = self._now.pop((kind, subject), None)
         if trouble is not None:
             self._tell(trouble, False)
 
     def settle(self, kind: Kind, found: Mapping[str, Found]) -> None:
-        """`found` is all that is wrong of a kind, by subject: what is not in it is over."""
+        """Takes all troubles of a kind, by subject: those not in `found` are over."""
         for known_kind, subject in list(self._now):
             if known_kind == kind and subject not in found:
                 self.end(kind, subject)
@@ -102,15 +102,15 @@ class Troubles:
             self.begin(kind, subject, cause, remedy)
 
     def all(self) -> list[TroubleReport]:
-        """Those of this moment, in order of kind and subject."""
+        """Returns the troubles of this moment, in order of kind and subject."""
         return [self._now[key] for key in sorted(self._now)]
 
     def of(self, kind: Kind) -> list[TroubleReport]:
-        """Those of a kind, in order of subject."""
+        """Returns the troubles of a kind, in order of subject."""
         return [trouble for trouble in self.all() if trouble.kind == kind]
 
     def counts(self) -> Mapping[Kind, int]:
-        """How many there are of each kind; those with none too."""
+        """Returns how many troubles there are of each kind, kinds without any included."""
         found = Counter(kind for kind, _ in self._now)
         return {kind: found[kind] for kind in KINDS}
 

@@ -21,7 +21,7 @@ from services.scheduling.routing.views import Views, WorkerView
 ALIKE = 1.5
 """Speeds of workers that differ by less than this factor differ by chance."""
 SHORT_WAY_S = 0.02
-"""For a MiB: a slower link has a figure of its own, however little that differs from the usual one."""
+"""The time of a MiB above which a link has a figure of its own, however little that differs from the usual one."""
 USUAL_S = 0.25
 """How long the usual speeds are cached."""
 FRESH_S = 3.0
@@ -33,9 +33,9 @@ S = TypeVar("S", PrefillSpeed, DecodeSpeed, LinkSpeed)
 class UsualSpeeds:
     """Speeds of the median worker. Those of a worker that are not far from them count as the same.
 
-    Of two workers that are alike one always measures a little less, and would get everything. One that has measured
-    nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it. `local` is of decode
-    workers that compute a prompt. `decodes` are the speeds that there are among decode workers, each once.
+    One of two workers that are alike always measures a little less, and would get everything. A worker that has
+    measured nothing yet, or nothing for a while, is taken for a usual one, or it would never be asked. `local` is the
+    speed of decode workers that compute prompts. `decodes` are the different speeds among decode workers.
     """
 
     prefill: PrefillSpeed
@@ -49,7 +49,7 @@ NOTHING_MEASURED = UsualSpeeds(DEFAULT_PREFILL, DEFAULT_PREFILL, DEFAULT_DECODE,
 
 
 class Rotation:
-    """Workers in rotation, and what is true of all of them together."""
+    """The workers in rotation, and what holds for all of them together."""
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
@@ -99,7 +99,7 @@ def _usual(speeds: Iterable[S | None], time_s: Callable[[S], float]) -> S | None
 
 
 def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
-    """A worker's own speed where it is another one than usual."""
+    """Returns a worker's own speed where it is not a usual one, else the usual speed."""
     if speed is None or time_s(usual) / ALIKE < time_s(speed) < time_s(usual) * ALIKE:
         return usual
     return speed
@@ -116,7 +116,7 @@ def _view(
     load, session = member.load, member.session
     books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
     if books.is_empty:
-        # As with nearly all of many workers at any moment. Then it looks the same to every request.
+        # This holds for nearly all of many workers at any moment. Such a worker looks alike to every request.
         steps_left, links = session.steps_left(), session.links
         state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record, links, steps_left)
         if member.seen is None or member.seen[0] != state:
@@ -154,7 +154,7 @@ def _new_view(
 
 
 def _links(session: WorkerSession, usual: LinkSpeed) -> PeerLinks:
-    """As its worker has measured them, with what is on its way there and what of ours will be before long."""
+    """Returns the links as their worker has measured them, with the bytes under way and ours that soon will be."""
     links = {worker_id: _own_link(link, usual) for worker_id, link in session.links.items()}
     for worker_id, num_bytes in session.books.sending.items():
         link = links.get(worker_id) or PeerLink(usual.latency_s, usual.bytes_per_s)

@@ -1,9 +1,9 @@
 """What this gateway's own requests say about the health of workers: answers in time, late, never, or wrong.
 
-A *stage* is something that a worker has been asked for and when it should come: the word that a request is admitted,
-the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not its own:
-what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since what they
-consist of is this process and the way.
+A *stage* is something that a worker has been asked for and the time at which it should come: the word that a request is
+admitted, the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not
+its own: what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since they
+consist mostly of this process and the network.
 """
 
 import heapq
@@ -20,22 +20,22 @@ from services.scheduling.breakers import CircuitState
 from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01
-"""Added to what was expected and to what it took, before the two are compared."""
+"""What is added to the expected time and to the real one before the two are compared."""
 PROBE_FLOOR_S = 0.05
-"""The same for a probe, which is small and decides alone: a busy machine must not keep out who has recovered."""
+"""The floor for a probe, which is small and decides alone: a busy machine must not keep out a recovered worker."""
 LEAST_WEIGHT = 0.1
-"""Of a GPU that is out, and used since too many are: it gets what others cannot take soon."""
+"""The weight of a GPU that is out, but used since too many are: it gets what others cannot take soon."""
 MAX_ENDED_STAGES = 64
-"""So many are kept in the order of the open ones, beside as many again as are open."""
+"""How many ended stages may stay in the heap, beside as many as are open."""
 TOKENS_PER_STAGE = 16
-"""So many tokens of an answer are one stage: single gaps say little."""
+"""How many tokens of an answer make one stage: single gaps say little."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Stage:
-    """Something is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
+    """Something that is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
 
     worker_id: str
     began_s: float
@@ -44,12 +44,12 @@ class Stage:
 
 
 class _OpenStages:
-    """What is expected of one worker now. Which of it should come soonest is known without a look at all."""
+    """The stages expected of one worker now. The soonest is known without looking through all."""
 
     def __init__(self) -> None:
         self._stages: set[Stage] = set()
         self._soonest: list[tuple[float, int, Stage]] = []
-        """A heap, in which ended stages stay until they are first, or most of it is of them."""
+        """A heap in which ended stages stay until they come first or outnumber the open ones."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -57,14 +57,14 @@ class _OpenStages:
 
     @property
     def least_expected_s(self) -> float:
-        """0 where nothing is expected."""
+        """The least time expected of an open stage; 0 where nothing is expected."""
         soonest = self._soonest
         while soonest and soonest[0][2] not in self._stages:
             heapq.heappop(soonest)
         return soonest[0][0] if soonest else 0.0
 
     def add(self, stage: Stage) -> None:
-        """It must not be in yet."""
+        """Adds a stage, which must be new."""
         self._stages.add(stage)
         if len(self._soonest) > MAX_ENDED_STAGES + 2 * len(self._stages):
             self._soonest = [entry for entry in self._soonest if entry[2] in self._stages]
@@ -72,7 +72,7 @@ class _OpenStages:
         heapq.heappush(self._soonest, (stage.expected_s, next(self._numbers), stage))
 
     def end(self, stage: Stage) -> bool:
-        """False: it was not in."""
+        """Takes a stage out. Returns whether it was in."""
         if stage not in self._stages:
             return False
         self._stages.remove(stage)
@@ -91,11 +91,11 @@ class WorkerWatch:
         self._health = WorkerHealth()
         self._open: dict[str, _OpenStages] = {}
         self.num_openings: Counter[str] = Counter()
-        """How often workers were found to be bad, by the kind of cause."""
+        """How often workers were kept from work, by the kind of cause."""
 
     @property
     def num_ejected(self) -> int:
-        """Workers that should get no work, or are tried with one request."""
+        """The number of workers that should get no work, or are tried with one request."""
         return self._health.num_ejected
 
     def circuit(self, worker_id: str) -> CircuitState:
@@ -103,22 +103,22 @@ class WorkerWatch:
         return self._health.circuit(worker_id)
 
     def circuits(self) -> "list[CircuitReport]":
-        """All workers whose circuit is not closed, with the cause, its figures and its age."""
+        """Returns all workers whose circuit is not closed, with the cause, its figures and its age."""
         now_s = self._clock.monotonic()
         return [CircuitReport.of(circuit, now_s) for circuit in self._health.circuits()]
 
     def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
-        """What the worker's GPU is judged to be from now on."""
+        """Takes the judgement of the worker's GPU, which holds from now on."""
         self._health.note_gpu(worker_id, judgement, self._clock.monotonic())
 
     def note_gone(self, worker_id: str) -> None:
-        """The worker is neither registered nor connected any more."""
+        """Notes that the worker is no longer registered or connected."""
         self._health.note_gone(worker_id, self._clock.monotonic())
 
     def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
-        """What share of its speed each that is slower is taken to have, by what its GPU says, against the best one.
+        """Returns, for each worker whose GPU slows it, its share of the best worker's speed.
 
-        Where all GPUs are alike in trouble there is nothing better to use, and nobody is slower.
+        Where all GPUs are in equal trouble there is nothing better to use, and no worker counts as slower.
         """
         weak = self._health.weak_gpus
         weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak} if weak else {}
@@ -126,22 +126,22 @@ class WorkerWatch:
         return {one: weight / best for one, weight in weights.items() if weight < best}
 
     def usable(self, group: Sequence[str]) -> Sequence[str]:
-        """Those of a role that get new work: at least half of them, and one."""
+        """Returns the workers of a role that get new work: at least half of them, and at least one."""
         out = self._health.out_of_rotation(group, self._clock.monotonic())
         for change in self._health.take_changes():
             self._tell(change)
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 
     def due_for_probe(self, group: Sequence[str]) -> list[str]:
-        """Those that should each be tried now, to see who has recovered."""
+        """Returns the workers that should each be tried now, to see which have recovered."""
         return self._health.due_for_probe(group, self._clock.monotonic())
 
     def begin_probe(self, worker_id: str, expected_s: float) -> int:
-        """A request goes to a worker. 0, or the number of the probe that it is."""
+        """Notes that a request goes to a worker. Returns 0, or the number of the probe that it is."""
         return self._health.begin(worker_id, self._clock.monotonic(), expected_s=expected_s)
 
     def begin(self, worker_id: str, expected_s: float, *, probe: int = 0) -> Stage:
-        """Something was asked for. The stage must be ended by one of the three calls below."""
+        """Begins a stage: something was asked for. One of the three calls below must end it."""
         stage = Stage(worker_id, self._clock.monotonic(), expected_s, probe)
         open_stages = self._open.get(worker_id)
         if open_stages is None:
@@ -151,7 +151,7 @@ class WorkerWatch:
         return stage
 
     def came(self, stage: Stage) -> None:
-        """It is there."""
+        """Ends a stage: what was expected has arrived."""
         now_s = self._clock.monotonic()
         floor_s = PROBE_FLOOR_S if stage.probe else FLOOR_S
         ratio = (now_s - stage.began_s + floor_s) / (stage.expected_s + self._pace.hold_s + floor_s)
@@ -159,7 +159,7 @@ class WorkerWatch:
         self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
 
     def failed(self, worker_id: str, stages: Sequence[Stage]) -> None:
-        """The worker has made a mistake, or has died: one error, whatever was expected of it."""
+        """Notes one error: the worker has made a mistake or has died, whatever was expected of it."""
         mine = [stage for stage in stages if stage.worker_id == worker_id]
         for stage in mine:
             self._end(stage)
@@ -167,17 +167,17 @@ class WorkerWatch:
         self._health.note_error(worker_id, self._clock.monotonic(), probe=probe)
 
     def dropped(self, stage: Stage) -> None:
-        """Nobody waits for it any more, through no fault of the worker's."""
+        """Ends a stage that is no longer waited for, through no fault of the worker's."""
         self._end(stage)
         if stage.probe:
             self.abandon_probe(stage.worker_id, stage.probe)
 
     def abandon_probe(self, worker_id: str, probe: int) -> None:
-        """A probe has ended without saying anything about the worker."""
+        """Notes that a probe has ended without saying anything about the worker."""
         self._health.note_abandoned(worker_id, probe)
 
     def _tell(self, change: Circuit) -> None:
-        """A line for each circuit that opens or closes: which worker, why, and the figures that say so."""
+        """Logs a line for each circuit that opens or closes: which worker, why, and the figures that say so."""
         cause, for_s = change.cause, round(self._clock.monotonic() - change.since_s, 1)
         facts = {"worker": change.worker_id, "cause": cause.kind, "found": cause.words, **_rounded(cause.figures)}
         if change.state == "closed":
@@ -206,8 +206,8 @@ class WorkerWatch:
 class CircuitReport:
     """What operators are told of a worker whose circuit is not closed.
 
-    `cause` is one word, `words` a sentence with the `figures` in it. `for_s`: how long it has been so. `num_openings`:
-    how often lately.
+    `cause` is one word, `words` a sentence with the `figures` in it. `for_s`: how long this has lasted. `num_openings`:
+    how often it happened lately.
     """
 
     worker_id: str
@@ -226,12 +226,12 @@ class CircuitReport:
         return cls(circuit.worker_id, circuit.state, cause.kind, cause.words, figures, for_s, circuit.num_openings)
 
     def said(self) -> str:
-        """In one line, for people; the command line says the same of `/cluster`."""
+        """Returns the report in one line, for people; the command line says the same of `/cluster`."""
         times = f", {self.num_openings} times lately" if self.num_openings > 1 else ""
         return f"{self.cause}: {self.words} (since {self.for_s:.0f} s{times})"
 
     def as_json(self) -> dict[str, Any]:
-        """As `/cluster` shows it beside its worker."""
+        """Returns the report as `/cluster` shows it beside its worker."""
         return {
             "state": self.state,
             "cause": self.cause,
@@ -244,9 +244,9 @@ class CircuitReport:
 
 @dataclass(frozen=True, slots=True)
 class CutPairReport:
-    """Workers between which pages failed to go, for `for_s` seconds now; `words` are those of the last failure.
+    """Two workers between which transfers of pages have failed for `for_s` seconds; `words` tell the last failure.
 
-    `suspected`: the way is used, since there is no better one.
+    State `suspected`: the pair is still used, since there is no better one.
     """
 
     prefill_id: str
@@ -264,8 +264,7 @@ class AttemptWatch:
     """The stages of one attempt: admitted, prompt computed, and the answer, some tokens at a time.
 
     Its probes, if it is any, are decided by what takes longest: the prompt at a prefill worker, and the first tokens of
-    the answer at the decode worker. `handoff_s` and `token_s` are what the pages' way there and a token are expected to
-    take.
+    the answer at the decode worker. `handoff_s` and `token_s` are the expected times of the handoff and of a token.
     """
 
     def __init__(self, watch: WorkerWatch, decode_id: str, *, token_s: float, handoff_s: float = 0.0) -> None:
@@ -280,28 +279,28 @@ class AttemptWatch:
         self._probes: dict[str, int] = {}
 
     def sent(self, worker_id: str, expected_s: float) -> None:
-        """The attempt goes to a worker, which has been heard of after so long when it has done its part."""
+        """Notes that the attempt goes to a worker, which should have done its part after `expected_s`."""
         probe = self._watch.begin_probe(worker_id, expected_s)
         if probe:
             self._probes[worker_id] = probe
 
     def asked(self) -> Stage:
-        """The decode worker was asked for room, which takes it no time; `came` or `end` follows."""
+        """Notes that the decode worker was asked for room, which takes it no time; `came` or `end` follows."""
         return self._begin(self._decode_id, 0.0)
 
     def came(self, stage: Stage) -> None:
-        """It has answered."""
+        """Ends a stage: the worker has answered."""
         self._stages.remove(stage)
         self._watch.came(stage)
 
     def prompt_sent(self, worker_id: str, expected_s: float) -> None:
-        """A worker computes the prompt."""
-        # Of a decode worker the answer decides, which comes after it.
+        """Notes that a worker computes the prompt."""
+        # A probe of a decode worker is decided by the answer, which comes after the prompt.
         probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
         self._prompt = self._begin(worker_id, expected_s, probe)
 
     def prompt_refused(self, next_id: str) -> None:
-        """The worker did not take the prompt, and nothing is expected of it; the next one computes it."""
+        """Notes that the worker did not take the prompt: nothing is expected of it, and `next_id` computes it."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             self._stages.remove(prompt)
@@ -310,16 +309,16 @@ class AttemptWatch:
             self.prompt_sent(next_id, prompt.expected_s)
 
     def note_prompt_done(self) -> None:
-        """The prompt is computed, wherever that was: the decode worker has its turn."""
+        """Notes that the prompt is computed, wherever that was: it is the decode worker's turn."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             self.came(prompt)
             self._begin_answer(self._handoff_s)
 
     def note_answer(self, num_tokens: int, *, is_finished: bool) -> None:
-        """The decode worker is generating, and so many tokens came from it since the last time.
+        """Notes that the decode worker generates, and how many tokens it has sent since the last call.
 
-        The last tokens of an answer, fewer than a stage's, say nothing; but a probe has its end.
+        The last tokens of an answer say nothing if they are fewer than a stage's, except that they end a probe.
         """
         if self._answer is None:
             self._begin_answer(0.0)
@@ -334,12 +333,12 @@ class AttemptWatch:
                 self._begin_answer(0.0)
 
     def failed(self, worker_id: str) -> None:
-        """The attempt ended through a worker's own fault; `end` follows."""
+        """Notes that the attempt ended through a worker's own fault; `end` follows."""
         self._watch.failed(worker_id, self._stages)
         self._stages = [stage for stage in self._stages if stage.worker_id != worker_id]
 
     def end(self) -> None:
-        """The attempt is over: what is still expected is not waited for. May be called twice."""
+        """Notes that the attempt is over: what is still expected is not waited for. May be called twice."""
         for stage in self._stages:
             self._watch.dropped(stage)
         for worker_id, probe in self._probes.items():

@@ -117,4 +117,4 @@ EVENT_READERS: dict[str, Callable[[Any], Event]] = {
     "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),
     "cancelled": lambda event: Cancelled(event.has_begun),
 }
-"""By the name of an event in the message, what reads it. One call for each event of each worker: no function around."""
+"""What reads an event, by its name in the message; without a function around it, which every event would call."""

@@ -2,16 +2,16 @@
 
 A breaker guards one worker or one pair of workers, under any hashable key; time is an argument, in seconds of one
 monotonic clock. Three errors within ten seconds open it. After one second it lets one request through as a probe; a
-success closes it, an error doubles the time until the next probe, up to a minute. Who knows a better reason than
-errors (`services.scheduling.health`: too slow, silent) trips it.
+success closes it, an error doubles the time until the next probe, up to a minute. A caller that knows a better reason
+than errors (`services.scheduling.health`: too slow, silent) trips it.
 
-What flaps would be let in at each good moment. So there is a probation, where the owner wants it: probes must be good
-for 3 s on end, each a second after the last, then for four times as long with each time that it opens again, up to a
-limit. Every 30 s that it stays closed take one step back. That an ejection lasts the longer the more there were is
-Envoy's outlier detection; that a good moment is not enough is ours.
+A worker that flaps would be let in at each good moment. So there is a probation, where the owner wants it: probes must
+be good for 3 s on end, one a second, and for four times as long with each further opening, up to a limit. Every 30 s
+that the breaker stays closed take one such step back. That ejections last longer the more of them there were comes from
+Envoy's outlier detection; that one good moment is not enough is ours.
 
-`usable` has the last word on what an open breaker means: of a group never more than half is left alone, and never the
-last one. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
+`usable` has the last word on what an open breaker means: never more than half of a group is left alone, and never its
+last member. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
 """
 
 from collections import deque
@@ -21,20 +21,20 @@ from typing import Literal, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 CircuitState = Literal["closed", "suspected", "open", "half_open"]
-"""`open` and `half_open` (it is being tried) get no work. `suspected` should get none, and does, since no more of
-its role can be spared."""
+"""A worker that is `open` or `half_open` (being tried) gets no work. One that is `suspected` should get none, and does,
+since no more of its role can be spared."""
 
 MAX_ERRORS = 3
 WINDOW_S = 10.0
 FIRST_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
 FIRST_PROBATION_S = 3.0
-"""How long its probes must be good that has opened for the first time."""
+"""How long probes must be good after a breaker has opened for the first time."""
 PROBATION_GROWTH = 4.0
 PROBE_AGAIN_S = 1.0
-"""Between two good probes of one on probation."""
+"""The time between two good probes of a breaker on probation."""
 FORGIVE_S = 30.0
-"""One that stays closed for so long has opened once less."""
+"""A breaker that stays closed for this long counts one opening less."""
 FORGET_AFTER_S = 600.0
 
 
@@ -51,14 +51,14 @@ class _Breaker:
     num_openings: int = 0
     closed_at_s: float = 0.0
     good_since_s: float | None = None
-    """Since when all its probes were good; None: the last one was not, or there was none."""
+    """Since when all its probes have been good; None: the last one was not, or no probe has ended yet."""
 
     def lets_through(self, now_s: float) -> bool:
         """Whether a request may go there: closed, or it would be the probe."""
         return self.opened_at_s is None or (now_s >= self.probe_at_s and not self.is_probing)
 
     def open(self, now_s: float) -> None:
-        """It is left alone from now on."""
+        """Opens the breaker: its worker is left alone from now on."""
         num_forgiven = int((now_s - self.closed_at_s) / FORGIVE_S)
         self.num_openings = max(0, self.num_openings - num_forgiven) + 1
         self.opened_at_s, self.good_since_s = now_s, None
@@ -66,7 +66,7 @@ class _Breaker:
         self.probe_at_s = now_s + self.open_s
 
     def close(self, now_s: float) -> None:
-        """It is used again."""
+        """Closes the breaker: its worker is used again."""
         self.opened_at_s, self.closed_at_s = None, now_s
         self.is_probing = False
         self.errors_s.clear()
@@ -75,7 +75,7 @@ class _Breaker:
 class Breakers:
     """All breakers of one gateway; none waits longer than `max_open_s` seconds for its next probe.
 
-    No probation is longer than `max_probation_s`; 0: there is none.
+    No probation is longer than `max_probation_s`; 0: there is no probation.
     """
 
     def __init__(self, *, max_open_s: float = MAX_OPEN_S, max_probation_s: float = 0.0) -> None:
@@ -90,17 +90,17 @@ class Breakers:
         return sum(breaker.opened_at_s is not None for breaker in self._breakers.values()) if self._breakers else 0
 
     def is_open(self, key: Hashable) -> bool:
-        """Whether this one is."""
+        """Whether this breaker is open."""
         breaker = self._breakers.get(key)
         return breaker is not None and breaker.opened_at_s is not None
 
     def opened_at_s(self, key: Hashable) -> float | None:
-        """Since when this one is open; None: it is not."""
+        """Since when this breaker has been open; None: it is not."""
         breaker = self._breakers.get(key)
         return None if breaker is None else breaker.opened_at_s
 
     def num_openings(self, key: Hashable) -> int:
-        """How often it has opened lately, this time included."""
+        """How often the breaker has opened lately, this time included."""
         breaker = self._breakers.get(key)
         return 0 if breaker is None else breaker.num_openings
 
@@ -110,32 +110,32 @@ class Breakers:
         return breaker is not None and breaker.is_probing
 
     def state(self, key: Hashable) -> CircuitState:
-        """In the words of circuit breakers; half open: tried with one request now."""
+        """Returns the state in the words of circuit breakers; half open: tried with one request now."""
         breaker = self._breakers.get(key)
         if breaker is None or breaker.opened_at_s is None:
             return "closed"
         return "half_open" if breaker.is_probing else "open"
 
     def opened(self, group: Sequence[Key]) -> list[Key]:
-        """Those of the group that are open, the ones that opened first first."""
+        """Returns the members of the group that are open, in the order in which they opened."""
         found = [key for key in group if self.is_open(key)]
         return sorted(found, key=lambda key: self._breakers[key].opened_at_s or 0.0)
 
     def shut(self, group: Sequence[Key], now_s: float) -> list[Key]:
-        """Those of the group that should be left alone, the ones that opened first first."""
+        """Returns the members of the group that should be left alone, in the order in which they opened."""
         shut = [key for key in group if (breaker := self._breakers.get(key)) and not breaker.lets_through(now_s)]
         return sorted(shut, key=lambda key: self._breakers[key].opened_at_s or 0.0)
 
     def usable(self, group: Sequence[Key], now_s: float) -> list[Key]:
-        """Those of the group that a request may go to, in the group's order: at least half, rounded up, and one.
+        """Returns the members that a request may go to, in the group's order: at least half, rounded up.
 
-        Of those that should be left alone, the ones that opened first are.
+        Where not all that should be left alone can be, those that opened first are.
         """
         left_alone = set(self.shut(group, now_s)[: len(group) // 2])
         return [key for key in group if key not in left_alone]
 
     def begin(self, key: Hashable, now_s: float) -> bool:
-        """A request goes there. True: it is the probe, and its end must be reported, whatever it is."""
+        """Notes that a request goes there. True: it is the probe, and its end must be reported, whatever it is."""
         breaker = self._breakers.get(key)
         if breaker is None or breaker.opened_at_s is None or not breaker.lets_through(now_s):
             return False
@@ -143,9 +143,9 @@ class Breakers:
         return True
 
     def succeeded(self, key: Hashable, now_s: float) -> bool:
-        """Something went well there: an open breaker is closed, if it is not on probation. Returns whether it was.
+        """Notes a success: closes an open breaker that is not on probation. Returns whether it closed one.
 
-        Errors of a closed one only grow old.
+        A success does not clear the errors of a closed breaker: those only grow old.
         """
         breaker = self._breakers.get(key)
         if breaker is None or breaker.opened_at_s is None:
@@ -161,7 +161,7 @@ class Breakers:
         return True
 
     def failed(self, key: Hashable, now_s: float, *, is_probe: bool = False) -> None:
-        """An error. Of requests that were let through although it is open only the probe counts."""
+        """Notes an error. While the breaker is open, only an error of the probe counts."""
         breaker = self._touched(key, now_s)
         if breaker.opened_at_s is None:
             breaker.errors_s.append(now_s)
@@ -173,13 +173,13 @@ class Breakers:
             breaker.probe_at_s = now_s + breaker.open_s
 
     def trip(self, key: Hashable, now_s: float) -> None:
-        """It opens at once, for a reason of the caller's; one that is open stays as it is."""
+        """Opens a closed breaker at once, for a reason of the caller's; an open one stays as it is."""
         breaker = self._touched(key, now_s)
         if breaker.opened_at_s is None:
             breaker.open(now_s)
 
     def abandoned(self, key: Hashable) -> None:
-        """The probe ended without saying anything about the other side; the next request is the probe."""
+        """Notes that the probe ended without saying anything about the other side; the next request is the probe."""
         breaker = self._breakers.get(key)
         if breaker is not None:
             breaker.is_probing = False
@@ -197,7 +197,7 @@ class Breakers:
         return breaker
 
     def _forget_old(self, now_s: float) -> None:
-        """Workers come and go; what nobody has asked for ten minutes is not kept."""
+        """Drops breakers that nothing has touched for ten minutes, since workers come and go."""
         for key, breaker in list(self._breakers.items()):
             if now_s - breaker.touched_s > FORGET_AFTER_S and not breaker.is_probing:
                 del self._breakers[key]

@@ -1,4 +1,4 @@
-"""Which chunks of prompts make the next step: pure bookkeeping, for whatever computes prompts.
+"""Which chunks of prompts make up the next step: pure bookkeeping, for whatever computes prompts.
 
 The better service class comes first (the lower number), and within a class the prompt with the least left to compute:
 shortest remaining first, which gives the least mean wait (Schrage, 1968). What that rule does to long prompts is
@@ -16,21 +16,21 @@ from typing import Protocol
 DEFAULT_CLASS = 2
 """The service class of a prompt that names none: the middle one of five, 0 to 4."""
 OLDEST_EVERY = 8
-"""Of so many steps the oldest prompt of the best class is first in one, whatever shorter ones are there."""
+"""In one of this many steps the oldest prompt of the best class comes first, whatever shorter ones wait."""
 BUSY_SHARE = 0.5
-"""Prompts may stretch a step in which others decode by this part of what it takes without them."""
+"""Prompts may stretch a step in which sequences decode by this share of what it takes without prompts."""
 STEP_OVERHEADS = 3.0
-"""A step may take at least so many times what an empty one takes: most of the time is never lost to chunking."""
+"""A step may take at least this many times what an empty one takes, so that chunking never costs most of the time."""
 LONE_STEP_OVERHEADS = 10.0
-"""And so many where hardly anybody comes: an empty step of a large model on a small machine takes half a second."""
+"""And up to this many times where hardly any prompts arrive: on a small machine an empty step may take 0.5 s."""
 LEAST_TOKENS = 8
-"""A step of prompts alone may take at least what so many tokens cost at the beginning of a prompt. A measured speed
-that takes an empty step for free would ask for steps of one token, and only longer ones show that it is wrong."""
+"""A step of prompts alone may take at least what this many tokens cost at the beginning of a prompt. A measured speed
+by which empty steps are free would ask for steps of one token, and only longer ones show that it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`num_tokens` tokens of the prompt `key`, from position `start`; `is_last` when they end it."""
+    """A part of the prompt `key`: `num_tokens` tokens from position `start`; `is_last` when they end the prompt."""
 
     key: Hashable
     start: int
@@ -39,16 +39,16 @@ class Chunk:
 
 
 class Speed(Protocol):
-    """What is known of the engine's speed; services.scheduling.prediction.PrefillSpeed is one."""
+    """What is known of the engine's speed; services.scheduling.prediction.PrefillSpeed has this form."""
 
     def time_s(self, num_tokens: float, num_cached_tokens: float = 0) -> float:
-        """Seconds of a step over tokens that come behind `num_cached_tokens` computed ones; of an empty one for 0."""
+        """Returns the seconds of a step over tokens behind `num_cached_tokens` computed ones; 0: of an empty step."""
         ...
 
 
 @dataclass(slots=True)
 class Place:
-    """What a prompt has left, `cost` in whatever unit its line goes by; a lower `age` is older."""
+    """What a prompt has left to compute, `cost` in the unit of its line; a lower `age` is older."""
 
     service_class: int
     num_tokens: int
@@ -76,7 +76,7 @@ class Line:
         return iter(self._places)
 
     def add(self, key: Hashable, *, service_class: int, num_tokens: int, cost: float) -> None:
-        """Adds the youngest of its class."""
+        """Adds a prompt, which is then the youngest of its class."""
         self._places[key] = Place(service_class, num_tokens, cost, next(self._ages))
         self._by_age.setdefault(service_class, OrderedDict())[key] = None
         self._push(key)
@@ -88,7 +88,7 @@ class Line:
         self._push(key)
 
     def discard(self, key: Hashable) -> Place | None:
-        """Takes a prompt out; None: it is not there."""
+        """Takes a prompt out and returns its place; None: it is not in the line."""
         place = self._places.pop(key, None)
         if place is not None:
             keys = self._by_age[place.service_class]
@@ -102,19 +102,19 @@ class Line:
 
     @property
     def best_class(self) -> int:
-        """The most urgent that is there; there must be one."""
+        """The most urgent class in the line, which must not be empty."""
         return min(self._by_age)
 
     def num_of(self, service_class: int) -> int:
-        """Prompts of a class."""
+        """Returns how many prompts of a class are in the line."""
         return len(self._by_age.get(service_class, ()))
 
     def oldest(self) -> Hashable:
-        """The oldest of the best class that is there; there must be one."""
+        """Returns the oldest prompt of the best class; the line must not be empty."""
         return next(iter(self._by_age[self.best_class]))
 
     def shortest(self) -> Hashable:
-        """Of the best class that is there, the one with the least cost, then the oldest; there must be one."""
+        """Returns the prompt of the best class with the least cost, then the oldest; the line must not be empty."""
         while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][3]
@@ -137,14 +137,14 @@ class Line:
 class StepTargets:
     """How long a step may take, in seconds by prediction.
 
-    A prompt that arrives waits for the rest of the running step, so short steps are good for whoever comes; each of
-    them costs what an empty one takes, so long ones are good for the prompt that is computed. Where `rate` prompts come
-    in a second, steps of `sqrt(empty_s / rate)` lose least to both together, a second of those who come counting twice:
-    the rule for the time between two checkpoints (Young, 1974). They take at least `shared_s` or `STEP_OVERHEADS` empty
-    steps, and at most `alone_s` or `LONE_STEP_OVERHEADS` of them, whichever is longer.
-    `memory_s`: how long ago an arrival was that counts 1/e in the rate.
+    A prompt that arrives waits for the rest of the running step, so short steps are good for prompts that arrive; each
+    step costs what an empty one takes, so longer ones are good for the prompt that is computed. Where `rate` prompts
+    arrive in a second, steps of `sqrt(empty_s / rate)` lose least for both together, a second of an arriving prompt
+    counting twice: the rule for the time between two checkpoints (Young, 1974). Steps take at least `shared_s` or
+    `STEP_OVERHEADS` empty steps, and at most `alone_s` or `LONE_STEP_OVERHEADS` empty steps, whichever is longer.
+    `memory_s`: an arrival this long ago counts 1/e in the rate.
 
-    Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
+    Others would wait anyway for prompts that all end in the step: together these may take `whole_s`.
     """
 
     shared_s: float = 0.003
@@ -153,7 +153,7 @@ class StepTargets:
     memory_s: float = 1.0
 
     def part_s(self, empty_s: float, rate: float) -> float:
-        """For a step whose prompts do not all end in it."""
+        """Returns the limit for a step whose prompts do not all end in it."""
         least_s = max(self.shared_s, STEP_OVERHEADS * empty_s)
         most_s = max(self.alone_s, LONE_STEP_OVERHEADS * empty_s)
         best_s = math.sqrt(empty_s / rate) if rate > 0 else math.inf
@@ -164,16 +164,16 @@ DEFAULT_TARGETS = StepTargets()
 
 
 def stretch_s(busy_s: float, targets: StepTargets = DEFAULT_TARGETS) -> float:
-    """By how much prompts may stretch a step in which sequences decode, and which takes so long without prompts."""
+    """Returns by how much prompts may stretch a step in which sequences decode, `busy_s` long without prompts."""
     return max(targets.shared_s, BUSY_SHARE * busy_s)
 
 
 def more_steps_s(
     empty_s: float, work_s: float, num_tokens: int, *, chunk_tokens: int, targets: StepTargets = DEFAULT_TARGETS
 ) -> float:
-    """What the steps of a prompt that is computed alone cost beyond the first, each of them what an empty one takes.
+    """Returns what the steps of a prompt computed alone cost beyond the first; each costs what an empty step takes.
 
-    `work_s`: what its `num_tokens` tokens take without that. A step has at most `chunk_tokens` of them.
+    `work_s`: what its `num_tokens` tokens take without that. A step has at most `chunk_tokens` tokens.
     """
     num_steps = max(work_s / (targets.part_s(empty_s, 0.0) - empty_s), num_tokens / chunk_tokens)
     return empty_s * max(0.0, num_steps - 1.0)
@@ -186,10 +186,10 @@ class _Arrivals:
     newest: Hashable
     at_s: float
     count: float
-    """When the newest had come; it counts 1."""
+    """The prompts as of the arrival of the newest, which counts 1."""
 
     def rate(self, now_s: float, memory_s: float, *, but_newest: bool) -> float:
-        """Prompts a second."""
+        """Returns the prompts that arrive in a second."""
         count = self.count - 1.0 if but_newest else self.count
         return count * math.exp((self.at_s - now_s) / memory_s) / memory_s
 
@@ -198,20 +198,19 @@ class ChunkScheduler:
     """Packs chunks of several prompts into one step: best class first, then least remaining work.
 
     A step has at most `chunk_tokens` tokens. Where the engine's speed is given, the step also ends in time by
-    prediction: within the targets. And a prompt that will not end
-    does not ride with those that do, because they would wait for its tokens. Without a speed, a step is as full as the
-    work allows.
+    prediction: within the targets. And a prompt that will not end does not share a step with those that do, because
+    they would wait for its tokens. Without a speed, a step is as full as the work allows.
 
     Bound: the oldest prompt of the best class is the first of a step at least every `OLDEST_EVERY` steps, and gets as
     many tokens as the budget and the targets let a step have. So it and those of its class that came before it are done
-    after `OLDEST_EVERY` times the steps that they would take alone, whoever else comes. Only better classes can keep a
-    prompt waiting.
+    after `OLDEST_EVERY` times the steps that they would take alone, whatever else arrives. Only better classes can keep
+    a prompt waiting.
     """
 
     def __init__(
         self, *, chunk_tokens: int, reported_tokens: int | None = None, targets: StepTargets = DEFAULT_TARGETS
     ) -> None:
-        """`reported_tokens`: a step has at most so many tokens of prompts that are reported, which cost far more."""
+        """`reported_tokens`: the most tokens in a step of prompts that are reported, since those cost far more."""
         assert chunk_tokens > 0, "a step computes something"
         assert reported_tokens is None or reported_tokens > 0, "a prompt gets on"
         self._chunk_tokens = chunk_tokens
@@ -221,14 +220,14 @@ class ChunkScheduler:
         self._line = Line()
         self._ends: dict[Hashable, int] = {}
         self._speed: Speed | None = None
-        """As of the last step."""
+        """The engine's speed as of the last step."""
         self._passed_over: tuple[Hashable, int] = (None, 0)
         """The oldest prompt as of the last step, and how many steps have begun with others."""
         self._arrivals: dict[int, _Arrivals] = {}
-        """Of each class."""
+        """Arrivals by class."""
 
     def __len__(self) -> int:
-        """Prompts that have uncomputed tokens."""
+        """Returns how many prompts have uncomputed tokens."""
         return len(self._line)
 
     def add(
@@ -241,7 +240,7 @@ class ChunkScheduler:
         now_s: float = 0.0,
         is_reported: bool = False,
     ) -> None:
-        """Makes a prompt of `num_tokens` tokens ready, those before `start` being there already."""
+        """Adds a prompt of `num_tokens` tokens; those before `start` are computed already."""
         assert key not in self._line, "a prompt is added once"
         assert 0 <= start < num_tokens, "something of a prompt is left to compute"
         if is_reported:
@@ -267,11 +266,11 @@ class ChunkScheduler:
         max_tokens: int | None = None,
         busy_s: float | None = None,
     ) -> list[Chunk]:
-        """The chunks of the next step; they count as computed from here on. O(chunks · log prompts).
+        """Returns the chunks of the next step; they count as computed from here on. O(chunks · log prompts).
 
-        `now_s` is read on the clock of `add`. `max_tokens`: at most so many, fewer than in other steps. `busy_s`:
-        sequences that decode are in the step and take so long without prompts. It is always shared then, prompts may
-        stretch it by `BUSY_SHARE` of that, and what every step costs is in `busy_s` already.
+        `now_s` is read on the clock of `add`. `max_tokens`: the most tokens, where they are fewer than in other steps.
+        `busy_s`: what the step takes without prompts, where sequences decode in it; prompts may then stretch it by
+        `BUSY_SHARE` of that or by `shared_s`, and `busy_s` has what every step costs in it already.
         """
         if not self._line:
             return []
@@ -306,7 +305,7 @@ class ChunkScheduler:
         return self._passed_over == (oldest, OLDEST_EVERY - 1)
 
     def _note_first(self, first: Chunk, oldest: Hashable) -> None:
-        # Not whether it got anything: what others leave it may be a token a step.
+        # Being first counts, not having got something: what others leave it may be one token a step.
         key, num_steps = self._passed_over
         if first.key == oldest:
             self._passed_over = (None, 0)
@@ -322,22 +321,22 @@ class ChunkScheduler:
                 self._line.resize(key, num_tokens=end - start, cost=self._cost(start, end))
 
     def _cost(self, start: int, end: int) -> float:
-        """What a prompt has before it: in seconds where the speed is known, and in tokens otherwise."""
-        # The last tokens of a long prompt look back on all the others: few as they are, they are no short prompt.
+        """Returns what is left of a prompt: in seconds where the speed is known, and in tokens otherwise."""
+        # The last tokens of a long prompt look back on all the others, so they cost more than a short prompt does.
         return end - start if self._speed is None else _seconds_of(self._speed, start, end - start)
 
     def _span(self, key: Hashable) -> tuple[int, int]:
-        """What of a prompt is uncomputed: from a position to the end."""
+        """Returns the positions of a prompt that are uncomputed: the first one, and the end."""
         end = self._ends[key]
         return end - self._line[key].num_tokens, end
 
     def _step_s(self, speed: Speed | None, now_s: float) -> float:
-        """How long a step may take whose prompts do not all end in it."""
+        """Returns how long a step may take whose prompts do not all end in it."""
         if speed is None:
             return math.inf
         best = self._line.best_class
         is_alone = self._line.num_of(best) == 1
-        # Less urgent ones wait for it anyway, and one that is alone is not its own company.
+        # Less urgent prompts wait for it anyway, and a prompt that is alone does not wait for itself.
         rate = sum(
             arrivals.rate(now_s, self._targets.memory_s, but_newest=is_alone and arrivals.newest in self._line)
             for service_class, arrivals in self._arrivals.items()
@@ -371,7 +370,7 @@ class _Room:
         self._used_s = speed.time_s(0) if speed is not None and has_overhead else 0.0
 
     def fitting(self, start: int, end: int, *, is_first: bool) -> int:
-        """How many of the positions from `start` to `end` fit in; at least one where it `is_first`."""
+        """Returns how many of the positions from `start` to `end` fit in; at least one if the chunk `is_first`."""
         most = min(self._num_tokens, end - start)
         if most == end - start and self._cost_s(start, most) <= self._whole_s - self._used_s:
             return most
@@ -384,7 +383,7 @@ class _Room:
         self._used_s += self._cost_s(start, num_tokens)
 
     def _affordable(self, start: int, most: int, seconds: float) -> int:
-        """The most tokens, up to `most`, whose cost is within `seconds`, by bisection: the law may be any."""
+        """Returns the most tokens, up to `most`, that cost at most `seconds`: by bisection, whatever the law is."""
         if self._cost_s(start, most) <= seconds:
             return most
         least = 0
@@ -401,5 +400,5 @@ class _Room:
 
 
 def _seconds_of(speed: Speed, start: int, num_tokens: int) -> float:
-    """What tokens from a position on add to a step."""
+    """Returns what tokens from a position on add to a step."""
     return speed.time_s(num_tokens, start) - speed.time_s(0, start)

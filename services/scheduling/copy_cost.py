@@ -1,16 +1,16 @@
-"""Whether KV pages are brought back from the host's memory or computed again: what was measured of both decides."""
+"""The choice between copying KV pages back from the host's memory and computing them again, by measured costs."""
 
 from collections.abc import Callable
 
 from services.scheduling.prediction import LinkSpeed, PrefillSpeed, TransferMeter
 
 DEFAULT_COPY = LinkSpeed(latency_s=5e-5, bytes_per_s=4e9)
-"""Of pages to the host's memory or back, until it was measured: about what one core copies."""
+"""The assumed speed of copies to the host's memory or back, until it is measured: about what one core copies."""
 TRY_AGAIN = 32
-"""Of the copies that seem too dear one in so many is made, so that a bad measurement is found out."""
+"""One in this many copies that seem too dear is made nevertheless, so that a bad measurement is found out."""
 
 REHEARSED_PAGES = (1, 8, 32, 1, 8, 32)
-"""More than services.scheduling.prediction.NUM_BEFORE_DOUBT."""
+"""Pages of each rehearsed copy; more copies than services.scheduling.prediction.NUM_BEFORE_DOUBT."""
 
 
 class CopyMeter:
@@ -28,7 +28,7 @@ class CopyMeter:
     def rehearse(self, copy: Callable[[int], int], clock_s: Callable[[], float]) -> None:
         """Measures before anything depends on it, since the first observations are not doubted.
 
-        `copy` copies about so many pages and returns the bytes that it has copied.
+        `copy` copies about as many pages as it is told and returns the bytes that it has copied.
         """
         copy(max(REHEARSED_PAGES))  # memory that was never touched is slow the first time
         for num_pages in REHEARSED_PAGES:
@@ -38,7 +38,7 @@ class CopyMeter:
             self.observe(num_bytes, end_s - start_s, end_s)
 
     def observe(self, num_bytes: int, time_s: float, now_s: float) -> None:
-        """`num_bytes` bytes were copied in `time_s` seconds, and were there at `now_s`."""
+        """Takes a copy of `num_bytes` bytes that took `time_s` seconds and was done at `now_s`."""
         self._meter.observe(num_bytes, time_s, now_s)
 
     def is_cheaper_than_computing(

@@ -1,8 +1,8 @@
-"""What is set about computing prompts at a prefill worker or at the decode worker itself. Pure.
+"""Settings and rules for where a prompt is computed: at a prefill worker or at the decode worker D itself. Pure.
 
 The price decides (`routing.price`), unless a threshold, a limit on the gaps of running answers, or the choice of an
 operator or a client has the last word. A short prompt, and one whose tokens D holds, costs less than the handoff and
-stays.
+stays at D.
 
 That the choice belongs to each request, by the length that is not cached and by the queues, is an idea of Dynamo's
 disaggregated router; the price in predicted seconds is ours.
@@ -24,24 +24,24 @@ Reason = Literal[
 ]
 
 PrefillChoice = Literal["auto", "local", "remote"]
-"""Who computes prompts, as an operator or a client asks for it; `auto`: the decision below."""
+"""Where prompts are computed, as an operator or a client asks for it; `auto`: the decision below."""
 PREFILL_CHOICES: tuple[PrefillChoice, ...] = ("auto", "local", "remote")
 
 _EVERY_PROMPT, _NO_PROMPT = 2**62, -1
-"""As thresholds of `local_prefill_tokens`."""
+"""Values of `local_prefill_tokens` that keep every prompt at D, and none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DisaggregationSettings:
     """How the decision is made.
 
-    `local_prefill_tokens`: None decides by price; a number is the fixed threshold instead: prompts of which D lacks at
-    most so many tokens stay there, 0 sends all away. `chunk_tokens`: prompt tokens that D computes between two
-    steps. `itl_weight`: what a second counts that a running sequence waits, against one to the first token.
-    `min_disturbed`: sequences that a local prefill is assumed to disturb at least. `max_itl_s`: no local prefill
-    that makes the steps of running sequences longer than this; None: no such limit. `redone_weight`: what a second
-    counts, beyond itself, in which a worker computes what another one holds. `is_asked`: the threshold is somebody's
-    choice for all prompts, or for this one.
+    `local_prefill_tokens`: None decides by price; a number is a fixed threshold instead: a prompt of which D lacks at
+    most this many tokens stays there, 0 sends away every prompt. `chunk_tokens`: prompt tokens that D computes between
+    two steps. `itl_weight`: what a second that a running sequence waits counts, against a second to the first token.
+    `min_disturbed`: the least number of sequences that a local prefill is assumed to disturb. `max_itl_s`: no prompt is
+    computed at D if that makes the steps of running sequences longer than this; None: no such limit. `redone_weight`:
+    what a second in which a worker computes what another one holds counts beyond itself. `is_asked`: the threshold is
+    an operator's or a client's choice.
     """
 
     local_prefill_tokens: int | None = None
@@ -53,7 +53,7 @@ class DisaggregationSettings:
     is_asked: bool = False
 
     def for_choice(self, choice: PrefillChoice) -> "DisaggregationSettings":
-        """With somebody's choice instead of the decision. Without a prefill worker prompts are computed at home."""
+        """Returns these settings with a choice in place of the decision; without prefill workers, D still computes."""
         if choice == "auto":
             return self
         threshold = _EVERY_PROMPT if choice == "local" else _NO_PROMPT

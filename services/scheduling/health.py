@@ -1,25 +1,25 @@
-"""Which workers are left alone because they are slow, silent or erring, or because their GPU is in trouble. Pure.
+"""Which workers get no work because they are slow, silent or erring, or because their GPU is in trouble. Pure.
 
 A process can be alive, keep its lease and still answer ten times too slowly. Three signals say so, each within three
-seconds of the fault where the worker has work, and answers are expected within 0.2 s:
+seconds of the fault where the worker has work and answers are expected within 0.2 s:
 
   slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S`, or of its last
            `MIN_RATIOS` where those are fewer, is more than `SLOW_RATIO` times the median of the other workers' and more
-           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse nobody. It is found so twice,
-           `JUDGE_EVERY_S` or more apart;
+           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse no worker. Two judgements in a row,
+           `JUDGE_EVERY_S` or more apart, must find this;
   silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
-           Where that is true of more than half of the group the fault is here or everywhere, and nobody is accused;
+           Where that is true of more than half of the group the fault is here or everywhere, and no worker is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
 
 What follows is a breaker's business (`services.scheduling.breakers`): no new work but one probe at a time, the first
-after one second, then after two, then every `MAX_OPEN_S`. Probes that are answered in time for a while close it. So a
-worker is back within the limit of a silent probe + MAX_OPEN_S + that while + one answer of its recovery: within ten
-seconds where answers are expected within a second. One that was ejected shortly before must be good for longer, up to
-`MAX_PROBATION_S`. `due_for_probe` says who should be tried now.
+after one second, then after two, then every `MAX_OPEN_S`. Probes that are answered in time during a probation close it.
+So a worker is back, counted from its recovery, within the limit of a silent probe, MAX_OPEN_S, the probation and one
+answer: within ten seconds where answers are expected within a second. A worker that was ejected shortly before has a
+longer probation, up to `MAX_PROBATION_S`. `due_for_probe` names the workers that should be tried now.
 
-Never more than half of a group is left alone, and never its last worker, whatever all the signals say together. Who
-should be and is not for that reason is *suspected*. The idea of ejecting outliers against their group, up to a share of
-it, is Envoy's outlier detection.
+Never more than half of a group is left alone, and never its last worker, whatever all the signals say together. A
+worker that should be left alone and for that reason is not is *suspected*. The idea of ejecting outliers against their
+group, up to a share of it, is Envoy's outlier detection.
 
 Time is an argument, in seconds of one monotonic clock.
 """
@@ -35,11 +35,11 @@ from services.runtime.gpu_health import GpuFacts
 from services.scheduling.breakers import WINDOW_S, Breakers, CircuitState
 
 SLOW_WINDOW_S = 1.5
-"""How far back slowness looks."""
+"""How far back ratios count in the judgement of slowness."""
 ERROR_WINDOW_S = 3.0
-"""How far back the error rate does."""
+"""How far back answers count in the error rate."""
 REFERENCE_S = 10.0
-"""How far back the others' ratios are looked at, with which a worker's are compared."""
+"""How far back the others' ratios count, with which a worker's are compared."""
 SLOW_RATIO = 3.0
 MIN_SLOW_RATIO = 2.0
 RECOVERED_RATIO = 2.0
@@ -50,11 +50,11 @@ MIN_SILENCE_S = 0.5
 MAX_OPEN_S = 4.0
 MAX_PROBATION_S = 60.0
 NUM_SLOW = 2
-"""Judgements in a row that must find a worker slow: one hiccup of a busy worker fills all that is remembered of it."""
+"""Judgements in a row that must find a worker slow: one hiccup of a busy worker may fill its whole memory."""
 MAX_REMEMBERED = 16
 MAX_GROUPS = 256
 JUDGE_EVERY_S = 0.2
-"""Figures are not worked out more often than this: notes are cheap, judging is not."""
+"""A group is not judged more often than this: notes are cheap, judging is not."""
 FORGET_AFTER_S = 600.0
 CAUSES = ("slow", "silent", "erring", "gpu")
 """Why a worker may be kept from work."""
@@ -69,37 +69,38 @@ class GpuState(StrEnum):
 
 
 HARMLESS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Faults of a program, not of the GPU, as Kubernetes' device plugin of NVIDIA has them."""
+"""Faults of a program, not of the GPU, as listed in NVIDIA's device plugin for Kubernetes."""
 DEGRADING_XIDS = frozenset({63, 92, 94})
-"""Row remapping recorded, many corrected errors, a contained error: it works on, and should be looked at."""
+"""Row remapping recorded, many corrected errors, a contained error: the GPU still works, and should be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """From when on a GPU counts as degraded or is not used; weights are shares of its full speed."""
+    """The limits beyond which a GPU counts as degraded or is not used; weights are shares of its full speed."""
 
     default_slowdown_c: float = 90.0
-    """Where it does not say at which temperature it slows down."""
+    """The temperature at which a GPU slows down, where it does not say so itself."""
     hot_margin_c: float = 5.0
-    """So close to that it is degraded."""
+    """A GPU this close to that temperature is degraded."""
     out_above_c: float = 5.0
-    """So far beyond it is out: its own throttling does not help."""
+    """A GPU this far above that temperature is out: its own throttling does not help."""
     min_free_share: float = 0.01
-    """Less free memory than this, and the next allocation of the driver's fails: degraded."""
+    """A GPU with less free memory than this is degraded: the driver's next allocation fails."""
     weights: tuple[tuple[str, float], ...] = (
         ("hw_thermal", 0.5),
         ("hw_power_brake", 0.5),
         ("hw_slowdown", 0.5),
         ("sw_thermal", 0.7),
     )
-    """Without `sw_power_cap`: many a GPU is at its power limit whenever it is busy, and what that costs is measured."""
+    """Weights by reason for throttling, without `sw_power_cap`: many GPUs are at their power limit whenever they are
+    busy, and what that costs is measured."""
     suspect_weight: float = 0.5
-    """Of a GPU that is degraded for any other reason."""
+    """The weight of a GPU that is degraded for any other reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuJudgement:
-    """What facts amount to. `weight`: 1 is full speed, 0 is none; `reasons` name what was found, for log and status."""
+    """The judgement of a GPU. `weight`: its share of full speed; `reasons` name what was found, for log and status."""
 
     state: GpuState = GpuState.OK
     weight: float = 1.0
@@ -110,7 +111,7 @@ GPU_OK = GpuJudgement()
 
 
 def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
-    """Out: uncorrected memory errors, failed remapping, a fault of the GPU itself, far too hot. Degraded: the rest."""
+    """Judges a GPU: uncorrected errors, failed remapping, own faults or great heat put it out; the rest degrades it."""
     limits = limits or GpuLimits()
     out: list[str] = []
     degraded: list[tuple[str, float]] = [(name, w) for name, w in limits.weights if name in facts.throttle_reasons]
@@ -157,9 +158,9 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Circuit:
-    """A worker that should get no work, or a change of one: `closed` are those that get work again.
+    """A worker that should get no work, or whose state has changed: `closed` if it gets work again.
 
-    `since_s`: when it was found so, on the clock of the calls. `num_openings`: how often that was lately.
+    `since_s`: when the cause was found, on the clock of the calls. `num_openings`: how often it was found lately.
     """
 
     worker_id: str
@@ -180,31 +181,31 @@ class _Worker:
     num_outstanding: int = 0
     expected_s: float = 0.0
     heard_s: float = 0.0
-    """When something came last, or work began while there was none."""
+    """When something came last, or work began while no work was outstanding."""
     touched_s: float = 0.0
     probe: int = 0
-    """Number of the last probe."""
+    """The number of the last probe."""
     probe_until_s: float = 0.0
-    """When it is taken for failed."""
+    """When the probe is taken for failed."""
     num_slow: int = 0
-    """Judgements in a row that found it slow."""
+    """Judgements in a row that found the worker slow."""
     cause: Cause | None = None
     """Why its breaker opened last."""
 
     def ratio(self, since_s: float, min_ratios: int) -> float | None:
-        """Median of the ratios since then, of an even number the lower one; None where they are too few."""
+        """Returns the (lower) median of the ratios since `since_s`; None where they are fewer than `min_ratios`."""
         recent = sorted([ratio for at_s, ratio in self.ratios if at_s >= since_s])
         return recent[(len(recent) - 1) // 2] if len(recent) >= min_ratios else None
 
     def last_ratio(self, since_s: float) -> float | None:
-        """Median of the last MIN_RATIOS ratios; None where they are fewer, or older."""
+        """Returns the median of the last MIN_RATIOS ratios; None where they are fewer, or older than `since_s`."""
         last = list(self.ratios)[-MIN_RATIOS:]
         if len(last) < MIN_RATIOS or last[0][0] < since_s:
             return None
         return sorted([ratio for _, ratio in last])[(MIN_RATIOS - 1) // 2]
 
     def usual_ratio(self, since_s: float) -> float | None:
-        """What others are compared with: the last ratios, since what slows all of them shows there first."""
+        """Returns what others are compared with: the last ratios, since what slows all workers shows there first."""
         last = self.last_ratio(since_s)
         return self.ratio(since_s, 1) if last is None else last
 
@@ -212,7 +213,7 @@ class _Worker:
         return self.num_outstanding > 0 and now_s - self.heard_s > self.patience_s(self.expected_s)
 
     def patience_s(self, expected_s: float) -> float:
-        """How long to wait for what should have come after `expected_s`."""
+        """Returns how long to wait for what should come after `expected_s`."""
         return max(MIN_SILENCE_S, SILENCE_FACTOR * expected_s * max(1.0, self.reference))
 
     def is_erring(self, now_s: float) -> bool:
@@ -245,7 +246,7 @@ class _Worker:
 
 
 class WorkerHealth:
-    """The health of all workers of one gateway, by worker id: a crash loop makes many processes of one worker."""
+    """The health of all workers of one gateway, by worker id, since a crash loop makes many processes of one worker."""
 
     def __init__(self) -> None:
         self._breakers = Breakers(max_open_s=MAX_OPEN_S, max_probation_s=MAX_PROBATION_S)
@@ -253,14 +254,14 @@ class WorkerHealth:
         self._judged_s: dict[tuple[str, ...], float] = {}
         """When each group was judged last."""
         self._weak_gpus: dict[str, GpuJudgement] = {}
-        """Judgements of GPUs that are not ok, until they are again, however long nothing else is heard of them."""
+        """Judgements of GPUs that are not ok, kept until they are, however long nothing else is heard of them."""
         self._gpu_out: dict[str, float] = {}
-        """Since when."""
+        """Workers whose GPU is out, and since when."""
         self._known: dict[str, Circuit] = {}
-        """Those that are not closed, as of the last look at their group."""
+        """Circuits that are not closed, as of the last look at their group."""
         self._changes: list[Circuit] = []
         self._gone_s: dict[str, float] = {}
-        """When workers left that have not been seen in a group since."""
+        """Workers that have left and have not been seen in a group since, and when they left."""
 
     @property
     def num_ejected(self) -> int:
@@ -269,15 +270,15 @@ class WorkerHealth:
 
     @property
     def weak_gpus(self) -> Mapping[str, GpuJudgement]:
-        """What is judged of workers whose GPU is degraded or out."""
+        """The judgements of GPUs that are degraded or out, by worker."""
         return self._weak_gpus
 
     # What is seen.
 
     def begin(self, worker_id: str, now_s: float, *, expected_s: float = 0.0) -> int:
-        """A request goes there, whose first answer should come in about `expected_s` seconds.
+        """Notes that a request goes there, whose first answer should come in about `expected_s` seconds.
 
-        0, or the number of the probe that it is; the end of a probe must be noted with its number, whatever it is.
+        Returns 0, or the number of the probe that it is; however a probe ends, that must be noted with its number.
         """
         if not self._breakers.begin(worker_id, now_s):
             return 0
@@ -287,7 +288,7 @@ class WorkerHealth:
         return worker.probe
 
     def note_load(self, worker_id: str, num_outstanding: int, expected_s: float, now_s: float) -> None:
-        """So many requests wait for something from there, and in about `expected_s` seconds something should come."""
+        """Notes how many requests wait for something from there; some of it should come in about `expected_s`."""
         worker = self._worker(worker_id, now_s)
         if num_outstanding and not worker.num_outstanding:
             worker.heard_s = now_s
@@ -295,7 +296,7 @@ class WorkerHealth:
         worker.expected_s = expected_s
 
     def note_success(self, worker_id: str, latency_ratio: float, now_s: float, *, probe: int = 0) -> None:
-        """Something came from there, and took `latency_ratio` times what was predicted (positive and finite).
+        """Notes that something came, after `latency_ratio` times what was predicted (positive and finite).
 
         Predict with the speeds that are usual for the role: a worker's own measured ones follow its fault.
         """
@@ -312,7 +313,7 @@ class WorkerHealth:
             self._breakers.failed(worker_id, now_s, is_probe=True)
 
     def note_error(self, worker_id: str, now_s: float, *, probe: int = 0) -> None:
-        """Something failed there, through the worker's own fault."""
+        """Notes that something failed there, through the worker's own fault."""
         worker = self._worker(worker_id, now_s)
         worker.heard_s = now_s
         worker.outcomes.append((now_s, True))
@@ -324,12 +325,12 @@ class WorkerHealth:
             worker.cause = worker.why_erring(now_s)
 
     def note_abandoned(self, worker_id: str, probe: int) -> None:
-        """A probe ended without saying anything about the worker, as when its client left."""
+        """Notes that a probe ended without saying anything about the worker, as when its client left."""
         if self._is_current(worker_id, probe):
             self._breakers.abandoned(worker_id)
 
     def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
-        """What the worker's GPU was judged to be; it stays so until it is judged again. Ok also means that it left."""
+        """Takes the judgement of a worker's GPU, which holds until the next one; ok also when the worker left."""
         self._weak_gpus.pop(worker_id, None)
         since_s = self._gpu_out.pop(worker_id, now_s)
         if judgement.state is not GpuState.OK:
@@ -340,7 +341,7 @@ class WorkerHealth:
     # What follows.
 
     def out_of_rotation(self, group: Sequence[str], now_s: float) -> frozenset[str]:
-        """Those of a role's workers that get no new work now: at most half, and never the last one."""
+        """Returns the workers of a role that get no new work now: at most half, and never the last one."""
         key = tuple(group)
         if now_s - self._judged_s.get(key, -math.inf) >= JUDGE_EVERY_S:
             if len(self._judged_s) >= MAX_GROUPS:
@@ -358,7 +359,7 @@ class WorkerHealth:
         return left_alone
 
     def due_for_probe(self, group: Iterable[str], now_s: float) -> list[str]:
-        """Ejected workers that should be tried with a request now, so that it is known who has recovered."""
+        """Returns the ejected workers that should be tried with a request now, to find out which have recovered."""
         if not self._breakers.num_open:
             return []
         return [
@@ -370,14 +371,14 @@ class WorkerHealth:
         ]
 
     def circuit(self, worker_id: str) -> CircuitState:
-        """Whether it gets new work, as of the last look at its group; a GPU that is out is an open circuit."""
+        """Returns whether a worker gets new work, as of the last look at its group; open where its GPU is out."""
         known = self._known.get(worker_id)
         if known is None:
             return "closed"
         return "half_open" if known.state == "open" and self._breakers.is_probing(worker_id) else known.state
 
     def circuits(self) -> list[Circuit]:
-        """All that are not closed, as of the last look at their groups, without those that have left."""
+        """Returns all circuits that are not closed, as of the last look, without those of workers that have left."""
         return [
             replace(known, state=self.circuit(known.worker_id))
             for known in self._known.values()
@@ -385,12 +386,12 @@ class WorkerHealth:
         ]
 
     def take_changes(self) -> list[Circuit]:
-        """What has become of circuits since the last call, in order. One that is tried has not changed."""
+        """Returns the changes of circuits since the last call, in order. Being tried is not a change."""
         changes, self._changes = self._changes, []
         return changes
 
     def note_gone(self, worker_id: str, now_s: float) -> None:
-        """The worker has left: nobody keeps it from work. What is known of it stays a while, as it may be back."""
+        """Notes that the worker has left. What is known of it is kept for a while, as it may be back."""
         self._gone_s[worker_id] = now_s
         for one in [one for one, at_s in self._gone_s.items() if now_s - at_s > FORGET_AFTER_S]:
             del self._gone_s[one]
@@ -411,7 +412,7 @@ class WorkerHealth:
             self._changes.append(replace(self._known.pop(worker_id), state="closed"))
 
     def _cause(self, worker_id: str) -> tuple[Cause, float]:
-        """Why and since when it should get no work."""
+        """Returns why the worker should get no work, and since when."""
         worker, opened_s = self._workers.get(worker_id), self._breakers.opened_at_s(worker_id)
         if worker_id in self._gpu_out:
             since_s = self._gpu_out[worker_id]
@@ -422,7 +423,7 @@ class WorkerHealth:
         return (worker.cause if worker is not None else None) or _FORGOTTEN, opened_s
 
     def _is_current(self, worker_id: str, probe: int) -> bool:
-        """Whether this probe is the one that is under way: one that took too long has failed already."""
+        """Whether this probe is the one under way: one that took too long has failed already."""
         return probe > 0 and self._breakers.is_probing(worker_id) and self._workers[worker_id].probe == probe
 
     def _judge(self, group: Sequence[str], now_s: float) -> None:
@@ -470,7 +471,7 @@ _FORGOTTEN = Cause("erring", "what it did is too long ago to be known")
 
 
 def _median_without(in_order: list[float], figure: float | None) -> float | None:
-    """Median of sorted figures without one of them; None where no other is left."""
+    """Returns the median of sorted figures without one of them; None where no other is left."""
     num_left = len(in_order) - (figure is not None)
     if num_left == 0:
         return None

@@ -1,10 +1,10 @@
-"""Whose turn it is among the first ones of several queues side by side. Pure.
+"""The order among the first entries of several queues side by side. Pure.
 
 Each queue (a lane) has an order of its own, by `services.scheduling.queue`. Where lanes compete for the same workers
 they must be served as one queue would serve them: strictly by class, then by the rank of the strategy. Ranks of `fair`
 come from a queue's virtual clock and mean nothing in another queue, so here is one clock for all lanes: start-time fair
-queueing as there, with the start tag given to an entry when it is first of its lane. What goes past somebody who waits
-takes nothing that the other could use; so it is not charged, and the clock does not run on because of it.
+queueing as there, with the start tag given to an entry when it is first of its lane. An entry that goes past a waiting
+one takes nothing that the other could use; so it is not charged, and does not advance the clock.
 """
 
 from collections.abc import Hashable, Mapping
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from services.scheduling.queue import QueueEntry, ServiceClass
 
 ACCOUNTS_KEPT = 64
-"""So many tenants more than twice those that owed something last time, and those that owe nothing are forgotten."""
+"""With this many tenants more than twice those that owed something last time, ones that owe nothing are forgotten."""
 
 LaneKey = tuple[int, float, float]
-"""Class (−1: resumed), rank, arrival. The smallest goes first."""
+"""(class, or −1 for a resumed entry; rank; arrival): the smallest goes first."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Of one class, in tokens over weight."""
+    """The virtual clock of one class, in tokens over weight."""
 
     virtual_time: float = 0.0
     charged_to: dict[str, float] = field(default_factory=dict)
-    """By tenant: where its next entry starts, if that is not in the past."""
+    """By tenant, where its next entry starts, unless that is in the past."""
     prune_at: int = ACCOUNTS_KEPT
 
 
@@ -43,13 +43,13 @@ class LaneOrder:
         self._clocks = tuple(_Clock() for _ in ServiceClass)
 
     def key(self, entry: QueueEntry, *, is_resumed: bool = False) -> LaneKey:
-        """Where the first entry of a lane stands among the first ones of the others."""
+        """Returns where the first entry of a lane stands among the first ones of the others."""
         if is_resumed:
             return -1, entry.arrived_s, entry.arrived_s
         return entry.service_class, self._rank(entry), entry.arrived_s
 
     def went(self, entry: QueueEntry) -> None:
-        """It had its turn, and went past nobody: its tenant is charged; once only, should it come back and go again."""
+        """Charges the tenant of an entry that had its turn and went past no other; only once, even if it goes again."""
         tag = self._tags.get(entry.key)
         if tag is None:
             return
@@ -63,11 +63,11 @@ class LaneOrder:
             clock.prune_at = 2 * len(clock.charged_to) + ACCOUNTS_KEPT
 
     def left(self, key: Hashable) -> None:
-        """It does not come back."""
+        """Forgets an entry that does not come back."""
         self._tags.pop(key, None)
 
     def clear(self) -> None:
-        """Nobody waits any more: all tenants start anew as equals."""
+        """Forgets all charges once no entry waits: all tenants start anew as equals."""
         self._tags.clear()
         for clock in self._clocks:
             clock.virtual_time = 0.0

@@ -1,18 +1,18 @@
 """How fast pages get from one worker to each of the others: a meter for each pair, taught by all that is sent.
 
-A pair's link is taken for a queue that carries bytes in order at one rate. Of a handoff its sender knows when it gave
+A pair's link is taken for a queue that carries bytes in order at one rate. The sender of a handoff knows when it gave
 each chunk away and when all of them were verified at the other side. With B_i bytes from chunk i to the end, and
-chunk i given away at t_i, the last byte is there at
+chunk i given away at t_i, the last byte arrives at
 
     T = latency + max over i of (t_i + B_i / rate)    and so    rate = max over i of B_i / (T - latency - t_i)
 
-which is right wherever the computation of later chunks hid the way of earlier ones, and where it did not: the i of the
-maximum tells from where on the link was never idle. Chunks of other handoffs on the same link count as well. The same
-formula with T = now bounds the rate while a handoff is late, so that a link that has become slow is not priced as a
-fast one until the first handoff ends.
+which holds whether or not the computation of later chunks hid the transfer of earlier ones: the i of the maximum tells
+since when the link has never been idle. Chunks of other handoffs on the same link count as well. The same formula with
+T = now bounds the rate while a handoff is late, so that a link that has become slow is not priced as a fast one until
+the first handoff ends.
 
-What was seen is worth less as time passes. A slow link that nothing was seen of for `DOUBT_S` seconds is due for a
-probe of little traffic, a fast one after `TRUST_S`; where no probe gets through, the opinion fades to the default.
+Observations count less as time passes. A slow link without one for `DOUBT_S` seconds is due for a probe of little
+traffic, a fast one after `TRUST_S`; where no probe gets through, the opinion fades to the default.
 Bytes and seconds; the caller says what time it is.
 """
 
@@ -24,34 +24,35 @@ from dataclasses import dataclass
 from services.scheduling.prediction import DEFAULT_LINK, TIME_CONSTANT_S, LinkSpeed
 
 DOUBT_S = 10.0
-"""An opinion of a slow link is this old before it is tried again."""
+"""The age at which the opinion of a slow link makes the link due for a probe."""
 TRUST_S = 60.0
-"""The same for a link that is not slow: whoever is routed there finds out soon enough."""
+"""That age for a link that is not slow: requests that are routed there find out soon enough."""
 FIRST_S = 2.0
-"""The same for a link of which only handoffs were seen, for they do not tell latency from rate."""
+"""That age for a link on which only handoffs were seen, since they do not tell latency from rate."""
 AGAIN_S = 4.0
-"""Time between two probes that failed."""
+"""The time from one probe to the next one, should it fail."""
 FADE_AFTER_S, FADE_S = 20.0, 4.0
-"""An opinion that nothing could refresh for so long is doubted more and more: the rate doubles in this time."""
+"""An opinion that was not refreshed for `FADE_AFTER_S` is doubted more and more: its rate doubles every `FADE_S`."""
 SLOW_S = 0.02
 """A link is slow where `SAMPLE_BYTES` take longer."""
 SAMPLE_BYTES = 2**20
 SMALL_BYTES = 8192
-"""What is not more than this tells the latency, and little of the rate."""
+"""A transfer of no more than this tells the latency, and little of the rate."""
 SURPRISE = 2.0
-"""A time that is off by this factor is one; the second in a row on the same side, or the first in a while, is true."""
+"""A time off by more than this factor is a surprise, and believed only if the one before was off on the same side, or
+if none came for `DOUBT_S`."""
 MAX_SEEN, MAX_SMALL_SEEN = 16, 3
 MAX_POINTS = 256
 """Moments at which something was given to a busy link: more are merged with those before them."""
 MAX_PEERS = 1024
 PRIOR_OBSERVATIONS = 0.1
-"""What the default's latency counts for; it decides only what observations leave open."""
+"""How many observations the default's latency counts for; it decides only what observations leave open."""
 MAX_BYTES_PER_S = 1e13
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """So many bytes took so many seconds: evidence of one handoff, or of a probe."""
+    """The bytes and seconds that one handoff, or a probe, is evidence of."""
 
     num_bytes: int
     time_s: float
@@ -66,7 +67,7 @@ class PeerLink:
     underway_bytes: float = 0.0
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds until `num_bytes` more bytes are there, if they were all given to it now."""
+        """Returns the seconds until `num_bytes` more bytes have arrived, if all were given to the link now."""
         return self.latency_s + (self.underway_bytes + num_bytes) / self.bytes_per_s
 
     def exposed_s(
@@ -79,12 +80,12 @@ class PeerLink:
         first_s: float,
         work_s: float,
     ) -> float:
-        """Seconds from the end of a prompt's computation until its pages are there, which go as they are computed.
+        """Returns the seconds from the end of a prompt's computation until its pages have arrived.
 
-        That begins in `queue_s` and takes `work_s`. `at_once_bytes` of the pages are there when it begins, further ones
-        after `first_s`, and `last_bytes` at the end (all, where that is more).
+        Pages go as they are computed. The computation begins in `queue_s` and takes `work_s`. `at_once_bytes` of the
+        pages exist when it begins, further ones after `first_s`, and the `last_bytes` (at most all) at the end.
         """
-        # From the beginning of the computation: what is under way goes first.
+        # Times count from the beginning of the computation; what is under way goes first.
         free_s = max(0.0, self.underway_bytes / self.bytes_per_s - queue_s)
         begins_s = max(free_s, 0.0 if at_once_bytes else first_s, first_s - at_once_bytes / self.bytes_per_s)
         whole_s = begins_s + num_bytes / self.bytes_per_s - work_s
@@ -92,7 +93,7 @@ class PeerLink:
 
 
 class PeerLinks(dict[str, PeerLink]):
-    """Those from one worker, by the id of the worker at the other end, and the best figures among them."""
+    """The links from one worker, by the id of the worker at the other end, and the best figures among them."""
 
     __slots__ = ("least_latency_s", "most_bytes_per_s")
 
@@ -114,7 +115,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Open:
-    """A handoff: its bytes, where in the order of all bytes its last one is, and whether all of it was given away."""
+    """A handoff: where its bytes begin and end in the order of all bytes, and whether all of it was given away."""
 
     first: int
     end: int
@@ -122,14 +123,14 @@ class _Open:
 
 
 class LinkOpinion:
-    """Fits latency and rate to what was seen of one link; believes changes soon, and forgets."""
+    """A fit of latency and rate to what was seen of one link; it believes changes soon, and forgets."""
 
     def __init__(self, default: LinkSpeed = DEFAULT_LINK) -> None:
         self._default = default
         self._large: deque[_Seen] = deque(maxlen=MAX_SEEN)
         self._small: deque[_Seen] = deque(maxlen=MAX_SMALL_SEEN)
         self._side = 0
-        """On which side the last observation was a surprise: 1 too slow, -1 too fast, 0 none."""
+        """On which side the last observation was a surprise: 1 too slow, -1 too fast, 0 no surprise."""
         self._surprise: _Seen | None = None
         """That observation."""
         self.speed = default
@@ -141,11 +142,11 @@ class LinkOpinion:
 
     @property
     def seen_s(self) -> float:
-        """When the rate was seen last."""
+        """When the rate was seen last; minus infinity: never."""
         return self._large[-1].at_s if self._large else -math.inf
 
     def observe(self, num_bytes: int, time_s: float, now_s: float) -> None:
-        """Takes `num_bytes` bytes that took `time_s` seconds and were there at `now_s`.
+        """Takes a transfer of `num_bytes` bytes that took `time_s` seconds and ended at `now_s`.
 
         A time that is not positive and finite, or of no bytes, says nothing and is left out.
         """
@@ -159,7 +160,7 @@ class LinkOpinion:
         self._solve(now_s)
 
     def observe_at_least(self, num_bytes: int, time_s: float, now_s: float) -> None:
-        """The same where the link was not used up: it is at least as fast."""
+        """Takes a transfer that did not use the link up: the link is at least that fast, and may be faster."""
         if time_s <= self.speed.time_s(num_bytes):
             self.observe(num_bytes, time_s, now_s)
 
@@ -174,7 +175,7 @@ class LinkOpinion:
                 self._large.clear()
                 if self._surprise is not None and not is_old:
                     self._large.append(self._surprise)
-                # Fewer bytes do not take longer: such a latency was another link's.
+                # Fewer bytes do not take longer: a latency above this time is that of the link before it changed.
                 likely = [small for small in self._small if small.time_s <= seen.time_s]
                 self._small.clear()
                 self._small.extend(likely)
@@ -188,7 +189,7 @@ class LinkOpinion:
         default = self._default
         seen = [*self._small, *self._large]
         least_s = min(one.time_s for one in seen)
-        # In the sums: u = 1/time, v = bytes/time, and both are to make 1 with latency and seconds per byte.
+        # In the sums u = 1/time and v = bytes/time; latency · u + seconds per byte · v should be 1.
         uu, u = PRIOR_OBSERVATIONS / least_s**2, PRIOR_OBSERVATIONS * min(default.latency_s, least_s) / least_s**2
         uv = vv = v = 0.0
         for one in seen:
@@ -221,19 +222,19 @@ class LinkMeter:
         self._given = 0
         """Bytes that were given to the link since it was made."""
         self._points: deque[tuple[float, int]] = deque()
-        """When bytes were given to it, and how many had been before: since it was idle last."""
+        """When bytes were given to the link since it was idle last, and how many had been given before."""
         self._open: dict[Hashable, _Open] = {}
         self._tainted_until = 0
-        """Of handoffs that began before this byte nothing is learnt: some of what was given away was left out."""
+        """Handoffs that began before this byte teach nothing: some of their bytes may never have been sent."""
         self._next_try_s = -math.inf
 
     @property
     def is_known(self) -> bool:
-        """Whether its rate was ever seen, or is being."""
+        """Whether its rate was ever seen, or is being seen now."""
         return self.opinion.seen_s > -math.inf or any(one.is_sealed for one in self._open.values())
 
     def sent(self, key: Hashable, num_bytes: int, now_s: float) -> None:
-        """A chunk of the handoff `key` was given to the link."""
+        """Notes that a chunk of the handoff `key` was given to the link."""
         if num_bytes <= 0:
             return
         one = self._open.get(key)
@@ -245,12 +246,12 @@ class LinkMeter:
         one.end = self._given
 
     def sealed(self, key: Hashable) -> None:
-        """All of the handoff was given to the link: from now on it may be late."""
+        """Notes that all of the handoff was given to the link: from now on it may be late."""
         if key in self._open:
             self._open[key].is_sealed = True
 
     def arrived(self, key: Hashable, now_s: float) -> Carried | None:
-        """The handoff is verified at the other side. What that says of the link; None: nothing."""
+        """Notes that the handoff is verified at the other side. Returns what that says of the link; None: nothing."""
         one = self._open.pop(key, None)
         carried = None
         if one is not None and one.first >= self._tainted_until:
@@ -262,16 +263,16 @@ class LinkMeter:
         return carried
 
     def lost(self, key: Hashable, now_s: float, *, is_cut: bool = False) -> None:
-        """The handoff has failed or was given up; some of its bytes may never have been sent.
+        """Notes that the handoff has failed or was given up; some of its bytes may never have been sent.
 
-        `is_cut`: the link broke, or whoever is at its other end, so that its silence says nothing of its rate.
+        `is_cut`: the link or the worker at its other end broke, so that its silence says nothing of its rate.
         """
         one = self._open.get(key)
         if one is None:
             return
         if one.is_sealed and one.first >= self._tainted_until and not is_cut:
             carried = self._carried(one.end, now_s)
-            # It would have taken longer still: that it is slow must not be forgotten with the handoff.
+            # It would have taken longer still: that the link is slow must not be forgotten with the handoff.
             if carried is not None and carried.time_s > self.opinion.speed.time_s(carried.num_bytes):
                 self.opinion.observe(carried.num_bytes, carried.time_s, now_s)
         del self._open[key]
@@ -279,7 +280,7 @@ class LinkMeter:
         self._tainted_until = self._given
 
     def speed(self, now_s: float) -> LinkSpeed:
-        """The best guess now."""
+        """Returns the best guess now."""
         speed = self.opinion.speed
         sealed = [one.end for one in self._open.values() if one.is_sealed and one.first >= self._tainted_until]
         if sealed:
@@ -294,7 +295,7 @@ class LinkMeter:
         return speed
 
     def underway_bytes(self, now_s: float) -> float:
-        """Bytes that were given to the link and are probably not there yet."""
+        """Returns the bytes that were given to the link and have probably not arrived yet."""
         if not self._open:
             return 0.0
         most = float(sum(one.end - one.first for one in self._open.values()))
@@ -305,7 +306,7 @@ class LinkMeter:
         return min(max(left, 0.0), most)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it should be tried with little traffic: its opinion is old, and nothing is under way to renew it."""
+        """Whether a probe is due: the opinion is old, and nothing is under way to renew it."""
         if self._open or now_s < self._next_try_s:
             return False
         age_s = now_s - self.opinion.seen_s
@@ -315,11 +316,11 @@ class LinkMeter:
         return age_s >= (DOUBT_S if is_slow else TRUST_S)
 
     def tried(self, now_s: float) -> None:
-        """A probe begins: the next one is not before `AGAIN_S` from now."""
+        """Notes that a probe begins: the next one is due no sooner than in `AGAIN_S`."""
         self._next_try_s = now_s + AGAIN_S
 
     def _carried(self, end: int, now_s: float) -> Carried | None:
-        """From where on the link was never idle until byte `end` was there, as of now."""
+        """Returns the bytes and seconds for which the link was never idle until byte `end` arrived, as of now."""
         latency_s = self.opinion.speed.latency_s
         best, rate = None, 0.0
         for at_s, before in self._points:
@@ -334,7 +335,7 @@ class LinkMeter:
         return best
 
     def _drop_points(self, end: int, now_s: float) -> None:
-        """Forgets what has arrived; what was given away after it was not on the way before it was there."""
+        """Forgets what has arrived; bytes given away after it were not under way before it had arrived."""
         while self._points and self._points[0][1] < end:
             self._points.popleft()
         if not self._open:
@@ -354,7 +355,7 @@ class LinkMeters:
         return iter(tuple(self._meters.items()))
 
     def to(self, worker_id: str) -> LinkMeter:
-        """The meter of the link to a worker."""
+        """Returns the meter of the link to a worker."""
         meter = self._meters.get(worker_id)
         if meter is None:
             if len(self._meters) >= MAX_PEERS:  # workers come and go
@@ -363,7 +364,7 @@ class LinkMeters:
         return meter
 
     def usual(self) -> LinkSpeed | None:
-        """That of the median link; None: nothing was seen yet. May be called in any thread."""
+        """Returns the speed of the median link; None: nothing was seen yet. May be called in any thread."""
         opinions = [meter.opinion for meter in tuple(self._meters.values())]
         speeds = sorted(
             (opinion.speed for opinion in opinions if opinion.seen_s > -math.inf),

@@ -1,19 +1,20 @@
-"""Who is refused at once, so that who is let in is served in time. Pure: plain data and a time in, a verdict out.
+"""Which requests are refused at once, so that those let in are served in time. Pure: data and a time in, a verdict out.
 
 Nothing here is configured with a capacity. How fast the queue drains is measured: the work that starts while others
 wait for room, over the time in which they wait. Until enough have started so, Little's law helps: work under way over
-the time that a request stays is what is served now, and that over the share of pages in use what a full cluster would
-serve. Until then, too, nobody waits for less time than the prompts ahead take by the speeds that workers have measured
-before anybody asked. A request waits for the work of its class and of higher ones ahead of it, at the drain rate less
-what higher classes keep bringing: W / (μ − λ). What they bring is known for a short time only, so it counts for as long
-ahead as it was measured over, and no prediction is longer than that time and W / μ. Work is counted in tokens of prompt
-and answer.
+the time that a request stays is what is served now; that over the share of pages in use is what a full cluster would
+serve. Until then, too, no predicted wait is shorter than the prompts ahead take by the speeds that workers have
+measured before the first request. A request waits for the work of its class and of higher ones ahead of it, at the
+drain rate less what higher classes keep bringing: W / (μ − λ). What they bring is known for a short time only, so it
+counts for as long ahead as it was measured over, and no prediction is longer than that time and W / μ. Work is counted
+in tokens of prompt and answer.
 
 A standstill, in which nothing starts or ends though requests run, says nothing of the time after it: while it lasts the
 predicted wait grows, and when it is over it counts neither as time to drain nor as a wait that was predicted badly.
 
-That is a mean, and half of all would wait longer. So limits are compared with it times a caution, which follows the
-quantile of real over predicted waits (a step up when one waits longer, a small one down when not).
+That is a mean, and half of all requests would wait longer. So the prediction is multiplied by a caution before it is
+compared with a limit. The caution follows a quantile of real over predicted waits: a step up after a wait that was
+longer, a small step down after one that was not.
 """
 
 import math
@@ -26,18 +27,18 @@ from services.scheduling.queue import QueueEntry, ServiceClass
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 PRIOR_STARTS = 8
-"""What Little's law says counts as much as so many starts with a backlog."""
+"""How many starts with a backlog the estimate by Little's law counts for."""
 
 LONG_GAP = 4.0
-"""Times the mean between two starts."""
+"""A gap is long if it is this many times the mean gap."""
 STANDSTILL_STAYS = 2.0
-"""It is a standstill when nothing started or ended for this many times the usual stay of a request ..."""
+"""Nothing that starts or ends for this many times the usual stay of a request is a standstill ..."""
 MAX_STANDSTILLS = 3
-"""... but after so many in a row it is the usual pace."""
+"""... but with more than this many in a row it is the usual pace."""
 TOGETHER_S = 0.005
-"""What starts or ends within this time does so together."""
+"""Starts and ends within this time count as one."""
 LATE_SHARE = 0.02
-"""Of those that are let in just below a limit, so many may wait longer than it."""
+"""The share of requests let in just below a limit that may wait longer than it."""
 CAUTION_STEP = 0.05
 FIRST_CAUTION = 1.5
 MAX_CAUTION = 10.0
@@ -45,13 +46,13 @@ MAX_CAUTION = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a class is promised, in seconds; None: nothing."""
+    """What a class is promised, in seconds; None: no promise."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
     def stricter(self, other: "Targets") -> "Targets":
-        """Of each of the two targets the shorter one that there is."""
+        """Returns the shorter of each target, if either is set."""
         if other.ttft_s is None and other.itl_s is None:
             return self
         return Targets(_sooner(self.ttft_s, other.ttft_s), _sooner(self.itl_s, other.itl_s))
@@ -64,11 +65,11 @@ NO_TARGETS = Targets()
 class ClusterLoad:
     """What one request would meet now.
 
-    `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` is everybody.
-    `free_page_share` is the share of pages that nobody holds or was promised, 0 to 1. From its turn to its first token
+    `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` counts all that wait.
+    `free_page_share` is the share of pages that are neither held nor promised, 0 to 1. From its turn to its first token
     it is predicted to wait for `prefill_queue_s` behind other prompts and to be computed for `prefill_s`; `step_s` is
-    the predicted time of a decode step with it in the batch. `prompts_ahead_s` is how long the prompts of those ahead
-    take all workers that compute any, by the speeds that these have measured.
+    the predicted time of a decode step with it in the batch. `prompts_ahead_s` is how long the prompts ahead take
+    all workers together that compute prompts, by the speeds that these have measured.
     """
 
     num_ahead: int = 0
@@ -83,7 +84,7 @@ class ClusterLoad:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let it in; it will wait about so long for its turn. `is_close`: not much longer would have been too long."""
+    """Let it in, with the predicted wait for its turn. `is_close`: a wait not much longer would have been too long."""
 
     queue_delay_s: float
     is_close: bool = False
@@ -91,8 +92,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Do not let it in. `kind` says what is short: time until its `deadline`, or what may be there after
-    `retry_after_s`: the targets for the first token (`ttft`) and the next ones (`itl`), `pages`, room in the `queue`.
+    """Do not let it in. `kind` says what is short: time until its `deadline`, or what a retry after `retry_after_s` may
+    find: the targets for the first token (`ttft`) and the next ones (`itl`), `pages`, room in the `queue`.
     """
 
     reason: str
@@ -105,19 +106,19 @@ Verdict = Admit | Refuse
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """Shares are of the target or of all pages, 0 to 1. A class that is not named in a mapping is not held to it."""
+    """Limits; shares are of the target or of all pages. A class that is not named in a mapping is not held to it."""
 
     ttft_share: Mapping[ServiceClass, float] = field(
         default_factory=lambda: {ServiceClass.INTERACTIVE: 1.0, ServiceClass.NORMAL: 0.9, ServiceClass.LOW: 0.8}
     )
-    """Refused when the predicted TTFT is over this share of the target, caution included."""
+    """A request is refused when its predicted TTFT, caution included, is over this share of the target."""
     itl_share: Mapping[ServiceClass, float] = field(
         default_factory=lambda: {ServiceClass.INTERACTIVE: 1.2, ServiceClass.NORMAL: 1.0, ServiceClass.LOW: 0.9}
     )
     pages_high: float = 0.95
-    """When so many pages are in use, new requests of the low class are refused and batch work does not start ..."""
+    """When this share of pages is in use, new low-class requests are refused and batch work does not start ..."""
     pages_low: float = 0.85
-    """... until it is no more than this."""
+    """... until no more than this share is."""
     reserve: Mapping[ServiceClass, float] = field(
         default_factory=lambda: {ServiceClass.LOW: 0.05, ServiceClass.BATCH: 0.10}
     )
@@ -125,16 +126,16 @@ class OverloadSettings:
     max_prefill_queue_s: Mapping[ServiceClass, float] = field(
         default_factory=lambda: {ServiceClass.NORMAL: 0.5, ServiceClass.LOW: 0.2, ServiceClass.BATCH: 0.05}
     )
-    """A class's turn does not come while prompts wait longer than this for their computation: there they would stand
-    before those of higher classes, here they stand behind them."""
+    """A class's turn does not come while prompts wait longer than this for their computation: at the workers its
+    prompts would stand before later ones of higher classes, in the queue they stand behind them."""
     min_wait_share: float = 0.25
     """What a prompt that takes longer than the target may wait for others, as a share of the target."""
     time_constant_s: float = 10.0
-    """Of what is measured."""
+    """The time constant of all that is measured."""
 
 
 class OverloadPolicy:
-    """One gateway's judgement. Interactive and critical requests are refused last: they wait for the least work.
+    """One gateway's admission. Interactive and critical requests are refused last: they wait for the least work.
 
     A critical request is refused for its deadline only. One of the batch class is let in whatever is predicted, and
     waits until its deadline comes. The bound of the queue holds for all (`when_full`).
@@ -146,14 +147,14 @@ class OverloadPolicy:
         self._is_short_of_pages = False
         self._caution = FIRST_CAUTION
         self._clock = _WorkingClock(time_constant_s)
-        """Its time is that of what follows, but for rates and means, which forget in real time."""
+        """The clock of the times below, except for rates and means, which forget in real time."""
         self._running: dict[Hashable, float] = {}
         """When each request started."""
         self._tokens = _Mean(time_constant_s)
-        """Of one request."""
+        """The tokens of one request."""
         self._stay_s = _Mean(time_constant_s)
         self._expected_stay_s = _Mean(time_constant_s)
-        """What was predicted for those that started: the best guess until the first one ends."""
+        """The stays predicted for requests that started: the best guess until the first one ends."""
         self._started = {one: _Rate(time_constant_s) for one in ServiceClass}
         self._backlogged_since_s: float | None = None
         self._drained = _Mean(time_constant_s)
@@ -162,9 +163,9 @@ class OverloadPolicy:
     def note_start(
         self, entry: QueueEntry, now_s: float, *, is_backlogged: bool, admitted: Admit | None = None
     ) -> None:
-        """Workers took the request. `is_backlogged`: another one waits for room now, and not for `may_start` only.
+        """Notes that workers took a request. `is_backlogged`: another one now waits for room, not only for `may_start`.
 
-        `admitted` is what was said when it came; None for a request that starts again.
+        `admitted` is the verdict from when it came; None for a request that starts again.
         """
         self._running[entry.key] = work_s = self._note_life(now_s)
         self._tokens.add(entry.cost_tokens, 1.0, now_s)
@@ -177,27 +178,27 @@ class OverloadPolicy:
             self._note_wait(entry, admitted, now_s)
 
     def note_backlog(self, now_s: float, *, is_backlogged: bool) -> None:
-        """Nobody started, but a request began to wait for room, or the last one that did left early."""
+        """Notes, without a start, that a request began to wait for room, or that the last one that did left early."""
         if not is_backlogged:
             self._backlogged_since_s = None
         elif self._backlogged_since_s is None:
             self._backlogged_since_s = self._clock.time_s(now_s)
 
     def note_end(self, key: Hashable, now_s: float) -> None:
-        """A request that started is over, however it ended."""
+        """Notes that a request that started is over, however it ended."""
         if key in self._running:
             work_s = self._note_life(now_s)
             self._stay_s.add(max(0.0, work_s - self._running.pop(key)), 1.0, now_s)
 
     def drain_tokens_per_s(self, now_s: float, used_share: float = 1.0) -> float:
-        """Work that starts per second while others wait; infinite while nothing is known.
+        """Returns the work that starts per second while others wait; infinite while nothing is known.
 
         `used_share` is the share of pages that requests hold now, 0 to 1.
         """
         tokens, time_s = self._drained.total, self._drained.weight
         if self._backlogged_since_s is not None and time_s > 0:
             waited_s = self._clock.time_s(now_s) - self._backlogged_since_s
-            # The time since the last start counts only once it is long for one: it may be that nothing moves any more.
+            # The time since the last start counts only once it is long for a gap: perhaps nothing moves any longer.
             if waited_s > LONG_GAP * time_s / self._drained.num:
                 time_s += waited_s
         if self._running and self._usual_stay_s:
@@ -208,7 +209,7 @@ class OverloadPolicy:
     def queue_delay_s(
         self, service_class: ServiceClass, tokens_ahead: int, now_s: float, used_share: float = 1.0
     ) -> float:
-        """Predicted wait of a new request of this class behind so much work of its class and of higher ones."""
+        """Returns the predicted wait of a new request behind `tokens_ahead` of its class and of higher ones."""
         if tokens_ahead <= 0:
             return 0.0
         rate = self.drain_tokens_per_s(now_s, used_share)
@@ -224,7 +225,7 @@ class OverloadPolicy:
     def judge(
         self, entry: QueueEntry, load: ClusterLoad, targets: Targets, now_s: float, *, jitter: float = 0.0
     ) -> Verdict:
-        """Whether to let a new request in. `jitter`, from 0 to 1, spreads those who are told to come again."""
+        """Returns whether to let a new request in. `jitter`, from 0 to 1, spreads the retries of refused requests."""
         delay_s = self._delay_s(entry, load, now_s)
         if entry.service_class == ServiceClass.BATCH:
             return Admit(delay_s)
@@ -237,7 +238,7 @@ class OverloadPolicy:
         if targets.ttft_s is not None and one in settings.ttft_share:
             limit_s = targets.ttft_s * settings.ttft_share[one]
             wait_s = delay_s * self._caution + load.prefill_queue_s
-            # A prompt that is too long for the target will be so at any time: that is no overload.
+            # A prompt that is too long for the target is so at any time, without an overload.
             max_wait_s = max(limit_s - load.prefill_s, limit_s * settings.min_wait_share)
             is_close = wait_s > max_wait_s / 2
             if wait_s > max_wait_s:
@@ -255,20 +256,20 @@ class OverloadPolicy:
         return Admit(delay_s, is_close and delay_s > 0)
 
     def promised_s(self, service_class: ServiceClass, targets: Targets, *, arrived_s: float, prompt_s: float) -> float:
-        """When the turn of a request of this class must have come to keep its target; `math.inf`: it has none."""
+        """Returns when the turn of a request of this class must have come to keep its target; `math.inf`: no target."""
         if targets.ttft_s is None or service_class not in self._settings.ttft_share:
             return math.inf
         return arrived_s + max(targets.ttft_s - prompt_s, targets.ttft_s * self._settings.min_wait_share)
 
     def when_full(self, entry: QueueEntry, load: ClusterLoad, now_s: float, *, jitter: float = 0.0) -> Refuse:
-        """The refusal of a request for which the queue had no room."""
+        """Returns the refusal of a request for which the queue had no room."""
         delay_s = self._delay_s(entry, load, now_s)
-        # Room for one is there after one start; for all that were refused with it, after a part of the queue.
+        # One start makes room for one; for all that were refused with it, a part of the queue must start.
         wait_s = delay_s / 4 if math.isfinite(delay_s) else delay_s
         return Refuse(f"the queue is full: {load.num_waiting} wait", _retry_after_s(wait_s, jitter), "queue")
 
     def may_start(self, entry: QueueEntry, load: ClusterLoad) -> bool:
-        """Whether its turn may come now: work of the lowest classes leaves room for those who cannot wait."""
+        """Whether its turn may come now: work of the lowest classes leaves room for requests that cannot wait."""
         is_short = self._note_pages(load)
         if entry.service_class == ServiceClass.BATCH and is_short:
             return False
@@ -279,7 +280,7 @@ class OverloadPolicy:
     def _delay_s(self, entry: QueueEntry, load: ClusterLoad, now_s: float) -> float:
         delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s, 1 - load.free_page_share)
         if self._drained.num < PRIOR_STARTS:
-            # Nobody has drained from a queue yet; what is cached of prompts is not known either.
+            # Too few have drained from a queue yet; what is cached of prompts is not known either.
             delay_s = max(delay_s, load.prompts_ahead_s)
         return delay_s
 
@@ -288,10 +289,10 @@ class OverloadPolicy:
         return self._stay_s.value or self._expected_stay_s.value
 
     def _note_life(self, now_s: float) -> float:
-        """Something starts or ends; the time on the working clock."""
+        """Notes that something starts or ends. Returns the time on the working clock."""
         is_busy = bool(self._running) or self._backlogged_since_s is not None
         if self._clock.note_life(now_s, usual_stay_s=self._usual_stay_s if is_busy else math.inf):
-            # A request that waits for room waits from here on, for all that can be learned from it.
+            # Only the wait from here on of a request that waits for room teaches anything.
             self._backlogged_since_s = None if self._backlogged_since_s is None else self._clock.time_s(now_s)
         return self._clock.time_s(now_s)
 
@@ -316,7 +317,7 @@ def _sooner(one_s: float | None, other_s: float | None) -> float | None:
 
 
 def _retry_after_s(wait_s: float, jitter: float) -> float:
-    """From `wait_s` to twice that, within bounds: those who were refused together do not come back together."""
+    """Returns `wait_s` to twice that, within bounds, so that requests refused together do not come back together."""
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S / 2) * (1 + jitter)
 
 
@@ -354,7 +355,7 @@ class _Mean:
 
 
 class _WorkingClock:
-    """Time without standstills."""
+    """A clock that does not count standstills."""
 
     def __init__(self, time_constant_s: float) -> None:
         self.resumed_s = -math.inf
@@ -363,21 +364,24 @@ class _WorkingClock:
         self._alive_s = math.inf
         self._gaps = _Mean(time_constant_s)
         self._num_standstills = 0
-        """In a row until now."""
+        """Standstills in a row until now."""
 
     def time_s(self, now_s: float) -> float:
-        """What it shows; a standstill that lasts is not known for one, and counts."""
+        """Returns what the clock shows; a standstill that still lasts is not known to be one, and counts."""
         return now_s - self._stood_still_s
 
     def note_life(self, now_s: float, *, usual_stay_s: float) -> bool:
-        """Something starts or ends; whether that ended a standstill. Nothing stands still where nothing runs: `inf`."""
+        """Notes that something starts or ends. Returns whether that ended a standstill.
+
+        `usual_stay_s` is infinite where nothing runs: nothing can stand still there.
+        """
         gap_s, self._alive_s = now_s - self._alive_s, now_s
         if gap_s < TOGETHER_S or math.isinf(usual_stay_s):
             return False
         usual_s = max(LONG_GAP * self._gaps.value, STANDSTILL_STAYS * usual_stay_s)
         self._num_standstills = self._num_standstills + 1 if 0 < usual_s < gap_s else 0
         if 0 < self._num_standstills <= MAX_STANDSTILLS:
-            # Within a usual stay something would have ended at the usual pace.
+            # At the usual pace something would have ended within a usual stay, which therefore counts as time.
             self._stood_still_s += max(0.0, gap_s - usual_stay_s)
             self.resumed_s = now_s
             return True
@@ -387,7 +391,7 @@ class _WorkingClock:
 
 @dataclass(slots=True)
 class _Rate:
-    """How much comes per second."""
+    """The amount that comes per second."""
 
     time_constant_s: float
     total: float = 0.0
@@ -400,7 +404,7 @@ class _Rate:
         self.first_s = min(self.first_s, now_s)
 
     def value(self, now_s: float) -> float:
-        # Of a short past only so much has been seen; less than a second of it is too little to go by.
+        # The weights of a short past add up to less; under a second of it is too little to go by.
         seen_s = max(1.0, now_s - self.first_s)
         return self._kept(now_s) / (self.time_constant_s * -math.expm1(-seen_s / self.time_constant_s))
 

@@ -5,9 +5,9 @@ cost the same for every token, attention costs each new token as much as there a
 decode step is linear in the sequences of the batch and in the tokens that they look back on. A transfer is a latency
 and a bandwidth. Seconds, tokens and bytes throughout; the caller says what time it is.
 
-A law changes slowly, because its shape is found from work of many sizes. A machine does not: a neighbour takes a half
-of it from one second to the next. So computations have a pace beside their law, the time that the last seconds' work
-took in all over the time that the law gave it. It also takes away what a fit over relative errors is too short by
+A law changes slowly, because its shape is found from work of many sizes. A machine may change at once: a neighbour
+takes half of it from one second to the next. So computations have a pace beside their law: the total time of the last
+seconds' work over the time that the law gave it. The pace also makes up for a fit over relative errors being too short
 where a few steps take much longer than most: a prompt waits for the sum of its steps.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TIME_CONSTANT_S = 30.0
-"""What a meter saw this long ago counts 1/e of what it sees now."""
+"""An observation this old counts 1/e of a new one."""
 MIN_REMEMBERED = 10.0
 """After a pause the past still counts as much as this many observations."""
 OUTLIER_RATIO = 4.0
@@ -25,76 +25,77 @@ NUM_BEFORE_DOUBT = 5
 """The first observations are taken as they are: they know better than the default."""
 SLOW_RATIO = 1.3
 NUM_YOUNG, SLOW_WEIGHT = 24, 0.1
-"""What is slower than the law by `SLOW_RATIO` counts so little among the first observations: a neighbour can make work
-slower and never faster, and one disturbed step of five would teach that steps cost nothing, or nothing else."""
+"""Among the first `NUM_YOUNG` observations, one slower than the law by `SLOW_RATIO` has only this weight: a neighbour
+can make work slower and never faster, and one disturbed step of five would teach that steps cost nothing, or that
+nothing else does."""
 NUM_TO_CHANGE = 8
-"""So many outliers in a row on the same side are no outliers: the past is dropped."""
+"""This many outliers in a row on the same side are not outliers: the past is dropped."""
 SOLVE_AFTER = 8
-"""Of many observations within a second only every eighth moves the factors: a step of a batch may take 1 ms."""
+"""Where observations come fast, only every eighth moves the factors, at least once a second: a step may take 1 ms."""
 PACE_S = 3.0
-"""What a machine did this long ago counts 1/e in its pace: how much longer work takes just now than the law says."""
+"""Work this old counts 1/e in the pace: how many times as long work takes just now as the law says."""
 PACE_PRIOR_S = 0.1
-"""So many seconds of work that took just as long as the law says are always a part of the pace."""
+"""Seconds of work as long as the law says that are always a part of the pace."""
 PRIOR_OBSERVATIONS = 0.2
-"""What the default's shape counts for; it decides only what observations leave open."""
+"""How many observations the default's shape counts for; it decides only what observations leave open."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """Computing a prompt or a part of one: overhead_s + s_per_token·n + s_per_token_squared·(n² + 2·n·cached)."""
+    """The time of a prompt or a part of one: overhead_s + s_per_token·n + s_per_token_squared·(n² + 2·n·cached)."""
 
     overhead_s: float
     s_per_token: float
     s_per_token_squared: float = 0.0
 
     def time_s(self, num_tokens: float, num_cached_tokens: float = 0) -> float:
-        """Seconds for `num_tokens` tokens that come after `num_cached_tokens` computed ones."""
+        """Returns the seconds for `num_tokens` tokens that come after `num_cached_tokens` computed ones."""
         pairs = num_tokens * (num_tokens + 2 * num_cached_tokens)
         return self.overhead_s + self.s_per_token * num_tokens + self.s_per_token_squared * pairs
 
     def computed_twice_s(self, num_held_here: float, num_held_there: float) -> float:
-        """Seconds of a worker's prefill for tokens that it lacks and another worker holds already."""
+        """Returns the seconds of a worker's prefill for tokens that it lacks and another worker holds already."""
         if num_held_there <= num_held_here:
             return 0.0
         pairs = num_held_there * num_held_there - num_held_here * num_held_here
         return self.s_per_token * (num_held_there - num_held_here) + self.s_per_token_squared * pairs
 
     def times(self, factor: float) -> "PrefillSpeed":
-        """That of a worker that takes so many times as long."""
+        """Returns the speed of a worker that takes `factor` times as long."""
         return PrefillSpeed(self.overhead_s * factor, self.s_per_token * factor, self.s_per_token_squared * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """One decode step: overhead_s + s_per_sequence·sequences + s_per_context_token·(tokens of all their contexts)."""
+    """The time of a decode step: overhead_s + s_per_sequence·sequences + s_per_context_token·(tokens of contexts)."""
 
     overhead_s: float
     s_per_sequence: float
     s_per_context_token: float = 0.0
 
     def step_s(self, num_sequences: float, context_tokens: float = 0) -> float:
-        """Seconds of a step over `num_sequences` sequences with `context_tokens` tokens between them."""
+        """Returns the seconds of a step over `num_sequences` sequences with `context_tokens` tokens between them."""
         return self.overhead_s + self.s_per_sequence * num_sequences + self.s_per_context_token * context_tokens
 
     def times(self, factor: float) -> "DecodeSpeed":
-        """That of a worker that takes so many times as long."""
+        """Returns the speed of a worker that takes `factor` times as long."""
         return DecodeSpeed(self.overhead_s * factor, self.s_per_sequence * factor, self.s_per_context_token * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The way between two workers."""
+    """The time of a transfer between two workers: latency_s + bytes / bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds until `num_bytes` bytes are there."""
+        """Returns the seconds until `num_bytes` bytes have arrived."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 DEFAULT_PREFILL = PrefillSpeed(overhead_s=0.010, s_per_token=1e-4)
-"""Before anything was observed; a model of about eight billion parameters on one GPU."""
+"""The guess before anything was observed: a model of about eight billion parameters on one GPU."""
 DEFAULT_DECODE = DecodeSpeed(overhead_s=0.010, s_per_sequence=1e-4, s_per_context_token=2e-8)
 DEFAULT_LINK = LinkSpeed(latency_s=0.002, bytes_per_s=1e9)
 
@@ -113,11 +114,11 @@ class PrefillMeter:
 
     @property
     def speed_now(self) -> PrefillSpeed:
-        """The same at the pace of the last seconds."""
+        """The best guess at the pace of the last seconds."""
         return self._speed.times(self._fit.pace)
 
     def observe(self, num_tokens: int, num_cached_tokens: int, time_s: float, now_s: float) -> None:
-        """`num_tokens` tokens after `num_cached_tokens` computed ones took `time_s` seconds, and were done at `now_s`.
+        """Takes `num_tokens` tokens after `num_cached_tokens` computed ones, which took `time_s` until `now_s`.
 
         A time that is not positive and finite, or of no tokens, says nothing and is left out.
         """
@@ -141,11 +142,11 @@ class DecodeMeter:
 
     @property
     def speed_now(self) -> DecodeSpeed:
-        """The same at the pace of the last seconds."""
+        """The best guess at the pace of the last seconds."""
         return self._speed.times(self._fit.pace)
 
     def observe(self, num_sequences: int, context_tokens: int, time_s: float, now_s: float) -> None:
-        """A step over `num_sequences` sequences took `time_s` seconds, and was done at `now_s`.
+        """Takes a step over `num_sequences` sequences, which took `time_s` seconds until `now_s`.
 
         A time that is not positive and finite, or of no sequences, says nothing and is left out.
         """
@@ -158,7 +159,7 @@ class TransferMeter:
     """Fits a LinkSpeed to the transfers that were made."""
 
     MAX_BYTES_PER_S = 1e13
-    """Where size seems to cost nothing."""
+    """The rate where size seems to cost nothing."""
 
     def __init__(self, default: LinkSpeed = DEFAULT_LINK, *, time_constant_s: float = TIME_CONSTANT_S) -> None:
         self._fit = _Fit((default.latency_s, 1 / default.bytes_per_s), time_constant_s)
@@ -170,7 +171,7 @@ class TransferMeter:
         return self._speed
 
     def observe(self, num_bytes: int, time_s: float, now_s: float) -> None:
-        """`num_bytes` bytes took `time_s` seconds, and were there at `now_s`.
+        """Takes a transfer of `num_bytes` bytes, which took `time_s` seconds until `now_s`.
 
         A time that is not positive and finite, or of no bytes, says nothing and is left out.
         """
@@ -187,8 +188,8 @@ def _says_something(time_s: float) -> bool:
 class _Fit:
     """Least squares of time = Σ factor·amount with forgetting, over relative errors; no factor is ever negative.
 
-    Keeps the sums of the normal equations only: a few numbers, whatever it has seen. What observations leave open (all
-    prompts of one length: is it the overhead or the tokens?) is shared out as in the default, scaled to what was seen.
+    Keeps only the sums of the normal equations: a few numbers, however much it has seen. What observations leave open
+    (with all prompts of one length, overhead or tokens?) is shared out as in the default, scaled to what was seen.
     """
 
     def __init__(self, default: Sequence[float], time_constant_s: float) -> None:
@@ -198,12 +199,12 @@ class _Fit:
         self._last_s = self._solved_s = -math.inf
         self._num_unsolved = 0
         self._outliers = 0
-        """How many in a row until now: positive, those too slow; negative, those too fast."""
+        """How many in a row until now: positive, too slow ones; negative, too fast ones."""
         self._drop_past()
 
     @property
     def pace(self) -> float:
-        """How many times as long as the law says work took in the last seconds."""
+        """How many times as long work took in the last seconds as the law says."""
         return (self._took_s + PACE_PRIOR_S) / (self._lawful_s + PACE_PRIOR_S)
 
     def observe(self, amounts: Sequence[float], time_s: float, now_s: float) -> None:
@@ -213,8 +214,8 @@ class _Fit:
         if self._num >= NUM_BEFORE_DOUBT:
             self._took_s += time_s
             self._lawful_s += expected_s
-        # Relative errors: a short prompt says as much as a long one. By the larger of both times, so that neither
-        # what is far too slow nor a bad first guess gets more to say than the rest.
+        # Relative errors: a short prompt counts as much as a long one. They are relative to the larger of both times,
+        # so that neither a time that is far too long nor a bad first guess counts more than the rest.
         weight = 1 / max(time_s, expected_s) ** 2
         if 0 < self._num_seen < NUM_YOUNG and time_s > SLOW_RATIO * expected_s:
             weight *= SLOW_WEIGHT
@@ -262,7 +263,7 @@ class _Fit:
         self._squares = [[value * keep for value in row] for row in self._squares]
 
     def _solve(self) -> tuple[float, ...]:
-        """The factors with the least error; those that would be negative are 0, the worst first."""
+        """Returns the factors with the least error; those that would be negative are set to 0, the worst first."""
         squares, products = self._with_prior()
         sizes = [math.sqrt(row[place]) for place, row in enumerate(squares)]
         used = list(range(len(products)))
@@ -277,7 +278,7 @@ class _Fit:
         return self.factors
 
     def _with_prior(self) -> tuple[list[list[float]], list[float]]:
-        """The sums with the default in them, at the scale of what was observed."""
+        """Returns the sums with the default in them, at the scale of what was observed."""
         default = self._default
         squares, products = [list(row) for row in self._squares], list(self._products)
         expected = sum(factor * _dot(row, default) for factor, row in zip(default, squares, strict=True))

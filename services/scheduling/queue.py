@@ -2,13 +2,13 @@
 
 Every strategy gives an entry one number when it comes, its rank, that never changes while it waits; the smallest goes
 first, and of equal ones the first that came. Most ranks come in order already, all of them or those of one level or
-tenant: such entries stand in runs, and the heap of a class holds the first of each run and those that came out of
+tenant: such entries form runs, and the heap of a class holds the first of each run and the entries that came out of
 order. An entry that leaves early stays as a shell until it comes up or shells outnumber the living.
 
 | strategy | rank |
 |---|---|
 | `fcfs` | place: arrival + PASSED_TIMES · time of its prompt, at most MAX_PASSED_S |
-| `priority` | place − level · ageing_s: a level is worth so many seconds of waiting, and nobody starves |
+| `priority` | place − level · ageing_s: a level is worth `ageing_s` of waiting, and no entry starves |
 | `sla` | when its turn is due: the least slack goes first, since slack shrinks equally fast for all |
 | `fair` | start tag of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) by tenant, in tokens over weight |
 
@@ -16,8 +16,8 @@ So a short prompt goes before long ones that came a little earlier, and none tha
 long one does. `fair` counts tokens, and keeps the order of each tenant.
 
 Where more comes than can be served, some turns come too late for what their class is promised, and served in order they
-would make the next ones late too. So whoever is late already (`yield_late`) goes behind those that came up to YIELD_S
-after it: once, and so it starves no more than others do.
+would make the next ones late too. So an entry that is late already (`yield_late`) goes behind those that came up to
+YIELD_S after it: only once, so that it does not starve.
 
 A turn is due at the deadline less the service time, or when the client's target for the first token says so. Where a
 client said neither, it is due UNSAID_S after its place: among such entries the order is that of `fcfs`.
@@ -31,26 +31,26 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 PASSED_TIMES = 4.0
-"""Shorter prompts go before one that takes a second if they come within so many seconds after it ..."""
+"""Shorter prompts go before one that takes a second if they come within this many seconds after it ..."""
 MAX_PASSED_S = 5.0
-"""... but nobody goes before those that came so long before it."""
+"""... but no prompt goes before those that came this long before it."""
 YIELD_S = 20.0
-"""Whose turn comes too late for what its class is promised lets those go first, once, that come within this time."""
+"""An entry whose turn is too late for what its class is promised goes behind those that come within this time, once."""
 UNSAID_S = 5.0
-"""In strategy `sla`, a turn for which no time was named is due so long after its place."""
+"""In strategy `sla`, a turn for which no time was named is due this long after its place."""
 SHELLS_KEPT = 64
 """A heap is cleared of shells when it has more of them than this and than living entries."""
 
 
 MAX_UNFILED = 1024
-"""So many entries come before their deadlines are put in order, should nobody ask for them."""
+"""The most entries that come before their deadlines are put in order without anything having asked for them."""
 MAX_RUNS = 64
-"""Levels of one class with a run of their own; of more, all further ones share one."""
+"""Levels of one class with a run of their own; all further levels share one run."""
 STRATEGIES = ("fcfs", "priority", "sla", "fair")
 
 
 class ServiceClass(IntEnum):
-    """Who goes before whom, always: the lower number."""
+    """The classes of requests: one with a lower number always goes first."""
 
     CRITICAL = 0
     INTERACTIVE = 1
@@ -60,7 +60,7 @@ class ServiceClass(IntEnum):
 
     @classmethod
     def from_name(cls, name: str) -> "ServiceClass":
-        """The class with this name, in lower case. Raises ValueError."""
+        """Returns the class with this name, in lower case. Raises ValueError."""
         one = _CLASSES_BY_NAME.get(name)
         if one is None:
             raise ValueError(f"there is no class {name!r}; there are {', '.join(_CLASSES_BY_NAME)}")
@@ -71,7 +71,7 @@ _CLASSES_BY_NAME = {one.name.lower(): one for one in ServiceClass}
 
 
 class QueueFull(Exception):
-    """No room, and nobody of a lower class who could make room."""
+    """The queue has no room, and no request of a lower class could make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class QueueEntry:
 
     `cost_tokens` is what it is charged for: tokens of its prompt and of its answer. `service_s` is the predicted time
     from its turn to its last token, `prompt_s` that of its prompt alone. `level` is its priority within its class,
-    higher first. No deadline: `math.inf`. `due_s` is when its turn should come by what its client said, `math.inf`: it
-    said nothing; None: it is the deadline that the client named. `promised_s` is when its turn must have come to keep
-    what its class is promised, `math.inf`: nothing is.
+    higher first. `deadline_s` is `math.inf` without a deadline. `due_s` is when its turn should come by what its client
+    said; `math.inf`: the client said nothing; None: it named the deadline. `promised_s` is when its turn must have come
+    to keep what its class is promised; `math.inf`: no promise.
     """
 
     key: Hashable
@@ -112,7 +112,7 @@ class QueueEntry:
     def latest_start_s(self) -> float:
         """When its turn must have come, or it ends after its deadline; batch work may try until the deadline itself.
 
-        How long it will take is a prediction, and batch work is turned away for none.
+        How long it will take is a prediction, and batch work is never turned away because of a prediction.
         """
         return self.deadline_s if self.service_class == ServiceClass.BATCH else self.deadline_s - self.service_s
 
@@ -122,15 +122,15 @@ class _Account:
     """A tenant's use of one class, in tokens over weight, on the class's virtual clock."""
 
     charged_to: float = 0.0
-    """Where its next entry starts, if that is not in the past."""
+    """Where its next entry starts, unless that is in the past."""
     last_start: float = 0.0
-    """Its entries keep their order, also where one of them left and was not charged."""
+    """The last start tag: a tenant's entries keep their order, even where one of them left and was not charged."""
     run: "_Run" = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One class."""
+    """The waiting entries of one class."""
 
     num_waiting: int = 0
     tokens: int = 0
@@ -139,7 +139,7 @@ class _Lane:
     num_shells: int = 0
     run: "_Run" = field(default_factory=deque)
     runs: "dict[int, _Run]" = field(default_factory=dict)
-    """By level."""
+    """Runs by level."""
     youngest: "list[_Item]" = field(default_factory=list)
     """Filed items, the youngest last; shells and items that had their turn are among them."""
     virtual_time: float = 0.0
@@ -147,7 +147,7 @@ class _Lane:
     prune_accounts_at: int = SHELLS_KEPT
 
     def clear(self) -> None:
-        """Nobody waits any more: there is nothing to remember, and all tenants start anew as equals."""
+        """Forgets everything once no entry waits: all tenants start anew as equals."""
         self.heap.clear()
         self.run.clear()
         self.runs.clear()
@@ -207,21 +207,21 @@ class RequestQueue:
         self._classes = tuple(_Lane() for _ in ServiceClass)
         self._lanes = (self._resumed, *self._classes)
         self._waiting: dict[Hashable, _Item] = {}
-        """In order of coming."""
+        """All waiting entries, in order of coming."""
         self._num_pushed = 0
         self._num_pushed_back = 0
         self._num_filed = 0
-        """What came later is in no list of the youngest and in no order of deadlines yet; most of it never will be."""
+        """Entries with a higher number are not yet among the youngest or in order of deadlines; most never will be."""
         self._latest_starts: list[tuple[float, int, _Item]] = []
         self._promises: list[tuple[float, int, _Item]] = []
-        """The same for `promised_s`, of those that have not yielded."""
+        """A heap by `promised_s` of the entries that have not yielded."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def max_waiting(self) -> int:
-        """The bound, which only resumed requests pass."""
+        """The bound, which only resumed requests may exceed."""
         return self._max_waiting
 
     def __contains__(self, key: Hashable) -> bool:
@@ -237,25 +237,25 @@ class RequestQueue:
         return counts
 
     def waiting_tokens(self, service_class: ServiceClass) -> int:
-        """Tokens that go before a new entry of this class: of it, of higher ones, and of resumed requests."""
+        """Returns the tokens before a new entry of this class: of its class, higher ones and resumed requests."""
         if not self._waiting:
             return 0
         return sum(lane.tokens for lane in self._lanes[: service_class + 2])
 
     def waiting_prompts_s(self, service_class: ServiceClass) -> float:
-        """Time that the prompts take which go before a new entry of this class, one after the other."""
+        """Returns the time that the prompts before a new entry of this class take, one after the other."""
         if not self._waiting:
             return 0.0
         return sum(lane.prompts_s for lane in self._lanes[: service_class + 2])
 
     def num_ahead(self, service_class: ServiceClass) -> int:
-        """Entries that go before a new entry of this class: of it, of higher ones, and resumed ones."""
+        """Returns how many entries go before a new one of this class: its class, higher ones and resumed ones."""
         if not self._waiting:
             return 0
         return sum(lane.num_waiting for lane in self._lanes[: service_class + 2])
 
     def push(self, entry: QueueEntry, *, is_resumed: bool = False) -> QueueEntry | None:
-        """Lets it wait. Returns who had to leave for it, if anybody.
+        """Lets an entry wait. Returns the entry that had to leave for it, if any.
 
         Raises QueueFull, and ValueError for a key that waits already or times that are not numbers.
         """
@@ -295,7 +295,7 @@ class RequestQueue:
         return pushed_out
 
     def peek(self) -> QueueEntry | None:
-        """Whose turn is next; None: nobody waits."""
+        """Returns the entry whose turn is next; None: no entry waits."""
         for lane in self._lanes:
             if lane.num_waiting:
                 while not self._is_living(lane.heap[0]):
@@ -304,7 +304,7 @@ class RequestQueue:
         return None
 
     def pop(self) -> QueueEntry:
-        """Takes out whose turn it is. Raises IndexError if nobody waits."""
+        """Takes out the entry whose turn it is. Raises IndexError if no entry waits."""
         waiting = self._waiting
         for lane in self._lanes:
             if lane.num_waiting:
@@ -336,11 +336,11 @@ class RequestQueue:
         raise IndexError("nobody waits")
 
     def push_back(self, entry: QueueEntry, *, is_resumed: bool = False) -> None:
-        """Undoes a `pop`: it waits again before all of the rank it had, beyond the bound if others came meanwhile."""
+        """Undoes a `pop`: the entry waits again, before others of its rank, even beyond the bound."""
         self._file()
         lane = self._resumed if is_resumed else self._classes[entry.service_class]
         if self._is_fair and not is_resumed:
-            rank = lane.virtual_time  # It has gone on to the start tag of whose turn it was.
+            rank = lane.virtual_time  # The clock stands at the start tag of the entry whose turn it was.
         else:
             rank = entry.arrived_s if is_resumed else self._ranked(lane, entry)[0]
         self._num_pushed_back += 1
@@ -353,7 +353,7 @@ class RequestQueue:
         lane.prompts_s += entry.prompt_s
 
     def remove(self, key: Hashable) -> QueueEntry | None:
-        """Takes out one that leaves early; it is not charged to its tenant. None: it does not wait."""
+        """Takes out an entry that leaves early; its tenant is not charged for it. None: it does not wait."""
         item = self._waiting.pop(key, None)
         if item is None:
             return None
@@ -372,7 +372,7 @@ class RequestQueue:
         return entry
 
     def expire(self, now_s: float) -> list[QueueEntry]:
-        """Takes out those that would end after their deadlines if their turn came now, the most urgent first."""
+        """Takes out entries that would end after their deadlines if their turn came now, the most urgent first."""
         self._file()
         expired = []
         while self._latest_starts and self._latest_starts[0][0] < now_s:
@@ -383,7 +383,7 @@ class RequestQueue:
         return expired
 
     def yield_late(self, now_s: float) -> None:
-        """Puts those whose turn comes too late behind those that came up to YIELD_S after them, each once.
+        """Puts entries whose turn comes too late behind those that came up to YIELD_S after them, each only once.
 
         Strategy `fair` does not: there a tenant's entries keep their order.
         """
@@ -444,7 +444,7 @@ class RequestQueue:
         return filter(self._is_living, items)
 
     def _file(self) -> None:
-        """Puts what came last, and still waits, in order of age and of the latest start."""
+        """Puts the entries that came since the last call and still wait in order of age and of the latest start."""
         new = []
         for item in reversed(self._waiting.values()):
             if item[1] <= self._num_filed:
@@ -470,7 +470,7 @@ class RequestQueue:
             lane.youngest.append(item)
             if entry.deadline_s < inf:
                 heappush(self._latest_starts, (entry.latest_start_s, number, item))
-            if entry.promised_s < inf and number > 0:  # who came back keeps its place
+            if entry.promised_s < inf and number > 0:  # an entry that came back keeps its place
                 heappush(self._promises, (entry.promised_s, number, item))
 
     def _share(self, entry: QueueEntry) -> float:
@@ -486,7 +486,7 @@ class RequestQueue:
         return entry.place_s - level * self._ageing_s, run
 
     def _by_share(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-        """The start tag: where the entries of its tenant before it end, but never in the past."""
+        """Returns the start tag (where the tenant's earlier entries end, but never in the past) and the run."""
         account = lane.accounts.get(entry.tenant)
         if account is None:
             account = _new_account(lane, entry.tenant)
@@ -508,7 +508,7 @@ def _by_slack(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
 
 
 def _new_account(lane: _Lane, tenant: str) -> _Account:
-    """Where many tenants come and go, those that have nothing to their charge any more are forgotten."""
+    """Opens an account. Where many tenants come and go, accounts with nothing left to their charge are dropped."""
     if len(lane.accounts) >= lane.prune_accounts_at:
         now = lane.virtual_time
         for other, account in list(lane.accounts.items()):

@@ -1,7 +1,7 @@
 """How fast requests may be tried again: a token bucket that ordinary requests fill. Pure; time is an argument.
 
 Without a bound, a fault that fails every attempt multiplies the load of a cluster just when it can bear it least.
-Nothing is refused here: whoever finds the bucket empty is told how long to wait for its turn.
+Nothing is refused here: a retry that finds the bucket empty is told how long to wait for its turn.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RetryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When a retry may go: after `wait_s` seconds. `taken` is what the bucket gave for it: 1, or 0 for a late one."""
+    """When a retry may go: after `wait_s` seconds. `taken` is what the bucket gave for it: 1, or 0 for a late retry."""
 
     wait_s: float
     taken: float
@@ -33,11 +33,11 @@ class RetryBudget:
         self._filled_at_s = now_s
 
     def note_request(self, now_s: float) -> None:
-        """A request was accepted."""
+        """Notes that a request was accepted, which fills the bucket."""
         self._fill(now_s, self._limits.per_request)
 
     def take(self, now_s: float, *, max_wait_s: float) -> Turn:
-        """The retry's turn, at most `max_wait_s` seconds from now.
+        """Returns the retry's turn, at most `max_wait_s` seconds from now.
 
         A retry that would have to wait longer goes after `max_wait_s` without having taken anything: it is late
         enough not to do harm, and those behind it do not wait for it.
@@ -50,7 +50,7 @@ class RetryBudget:
         return Turn(wait_s, taken=1.0)
 
     def give_back(self, turn: Turn) -> None:
-        """A retry that was waiting for its turn is not made."""
+        """Gives back what was taken for a retry that is not made after all."""
         self._filled = min(self._limits.capacity, self._filled + turn.taken)
 
     def _fill(self, now_s: float, extra: float) -> None:

@@ -128,7 +128,7 @@ def _hash(text: str) -> int:
 
 
 def _mixed(value: int) -> int:
-    """A permutation of 64 bits in which every bit depends on every other (the finalizer of splitmix64)."""
+    """Returns 64 bits permuted so that every bit depends on every other (the finalizer of splitmix64)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return value ^ (value >> 31)

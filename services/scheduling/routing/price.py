@@ -1,7 +1,7 @@
 """The price of a route: every term of it, once.
 
-Prefill worker P and decode worker D are priced together. Every term is a number of seconds that somebody waits, so that
-terms need no weights to be added:
+Prefill worker P and decode worker D are priced together. Every term is a number of seconds that a request waits, so
+terms can be added without weights:
 
     price(D)   = decode_s + pressure_s(D) + place_s(D) + min(local(D), min over P of remote(P, D))
     remote     = prefill(P) + transfer_s(P, D) + INTERFERENCE · queue_s(D)
@@ -10,17 +10,17 @@ terms need no weights to be added:
     local      = queue_s(D) + work_s(D) + steps · step_s(D) + itl_s(D) + redone_weight · redone_s(D)
 
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
-    work_s     of the tokens of the prompt that the worker does not hold, by its measured speed
-    redone_s   of those of them that some worker holds; for P, that some decode worker and no prefill worker holds, the
-               last answer of a conversation, as a rule. Others come meanwhile, and so such tokens count twice
+    work_s     seconds for the prompt's tokens that the worker does not hold, by its measured speed
+    redone_s   seconds for those of them that some worker holds; for P, that a decode worker and no prefill worker holds
+               (the last answer of a conversation, as a rule). Others arrive meanwhile, so such tokens count twice
     crowd      1 + `displaced_weight` · mean number of requests at a prefill worker that are as urgent: as many will
                come to P while a backlog like today's is worked off (Little's law), and each of them waits work_s
                longer. Without it, going to an idle worker that lacks the prefix is free, and under load lost hits are
                lost capacity
     transfer_s latency + (bytes under way + bytes of the tokens that D does not hold) / rate, of the measured link from
-               P to D. Of a pair that was never measured by P's usual link, `cross_region_factor` times, and
-               `cross_region_s` more, from one region to another. All of it counts, as computation does, although one
-               hides a part of the other from this request: meanwhile the link is nobody else's
+               P to D. A pair that was never measured is priced by P's usual link; from one region to another it takes
+               `cross_region_factor` times as long, and `cross_region_s` more. All of it counts, as computation does,
+               although each hides a part of the other from this request: no other request has the link meanwhile
     decode_s   expected new tokens × length of D's step with this request in it, half of its answer generated
     steps      steps of D's batch that have a part of the prompt in them: D computes prompts beside the tokens of its
                sequences, a few milliseconds in each step (`chunks`), until those sequences have ended. A prompt for
@@ -29,9 +29,9 @@ terms need no weights to be added:
                together they lose work_s · (sequences, at least `min_disturbed`), `itl_weight` times. That is why a long
                prompt goes away even from an idle decode worker: another request will come while it is computed
     pressure_s `pressure_s` · x², where x grows from 0 at the last `pressure_share` of the pool's pages to 1 at the last
-               page, and grows on beyond: the request would have to wait for pages
-    place_s    `region_s` where worker and request name different regions, and `shared_s` for a worker of everybody
-               where the tenant has workers of that role of its own
+               page, and continues to grow beyond: the request would have to wait for pages
+    place_s    `region_s` where worker and request name different regions, and `shared_s` for a shared worker where
+               the tenant has workers of that role of its own
     hot_spot_s what a worker's queue is longer than the median of its role, once more, if the worker is hot (`Hits`). At
                most half of the seconds that its cache saves, so that to hold more is never worse. It makes requests
                leave a hot prefix's only holder before the queue alone would; the worker that computes the prefix then
@@ -42,7 +42,7 @@ computation and transfer, and of letting a hot prefix replicate itself by going 
 more than it saves, is that of Mooncake's Conductor (Qin et al., FAST '25; its balancing threshold compares lengths of
 prefixes, ours seconds).
 
-One decision prices many workers, so these are loops without calls, over what a view alone decides, which is
+One decision prices many workers, so these are loops without calls, over figures that depend on a view alone and are
 worked out once per view. They keep the terms; names are given to those of the chosen route (`route`).
 """
 
@@ -59,8 +59,8 @@ from services.scheduling.links import PeerLink
 from services.scheduling.routing.views import Fits, RouteRequest, WorkerView
 
 INTERFERENCE = 0.5
-"""Part of the prompts waiting at D that lengthens the steps of a sequence which comes with its pages: they are computed
-between its steps, but the first half, as a rule, before it is there."""
+"""The share of the prompts waiting at D that lengthens the steps of a sequence which comes with its pages: they are
+computed between its steps, but the first half, as a rule, before it arrives."""
 
 ROUNDING = 1e-9
 """A least price and a price are sums of the same terms in different orders."""
@@ -80,7 +80,7 @@ class RoutingSettings:
     cross_region_factor: float = 4.0
     shared_s: float = 1.0
     displaced_weight: float = 2.0
-    """What a second counts that those who come later wait for a prompt's computation, against one of its own."""
+    """What a second that later requests wait for a prompt's computation counts, against one of its own."""
     hot_window_s: float = 10.0
     hot_min_hits: float = 8.0
     all_up_to: int = 64
@@ -113,7 +113,7 @@ class PrefillTerms(NamedTuple):
 
 
 class DecodeTerms(NamedTuple):
-    """What a decode worker alone decides of a request's price; `least_s` of it, at least, is due there.
+    """What a decode worker alone decides of a request's price, which is at least `least_s` there.
 
     Sorts by that, then by `position`. `common_s` is due wherever the prompt is computed, `local_s` if D computes it,
     with `first_s`, the time to the first token, as a part. `stretched_s` is a step of D's batch that has a part of the
@@ -252,7 +252,7 @@ class Prices:
         itl_weight, weight, disturbed = how.itl_weight, how.redone_weight, how.min_disturbed
         all_tokens, half_context = num_tokens + request.max_new_tokens, num_tokens + new_tokens / 2
         has_place = bool(request.region) or self.has_own_decodes
-        # No way to get the prompt's pages from elsewhere costs less.
+        # Getting the prompt's pages from elsewhere never costs less.
         elsewhere_s = self.prefills[0][0] + self.least_latency_s if self.prefills else math.inf
         token_s = request.kv_bytes_per_token / self.most_bytes_per_s
         priced: list[Terms] = []
@@ -354,7 +354,7 @@ class Prices:
         return self.settings.pressure_s * (1 - left / reserve) ** 2
 
     def _place_s(self, view: WorkerView, *, has_own: bool) -> float:
-        """Returns the price of a worker far away, or of everybody where the tenant has its own."""
+        """Returns the price of a worker far away, or of a shared one where the tenant has workers of its own."""
         region = self.request.region
         far_s = self.settings.region_s if region and view.region and view.region != region else 0.0
         return far_s + (self.settings.shared_s if has_own and not view.tenants else 0.0)
@@ -429,7 +429,7 @@ class Hits:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self.by_worker: dict[str | None, tuple[float, float]] = {}
-        """Worker → (count, when). None: of all decisions."""
+        """Worker → (count, when). The entry of None counts all decisions."""
 
     def note(self, worker_id: str | None, now_s: float) -> None:
         """Counts a decision for this worker because of its cache; None: for any other reason."""
