@@ -15,7 +15,7 @@ LONG_FILES = {
     "gateway/observability/metrics.py": 583,
     "kv_transfer/protocol/receiver.py": 557,
     "services/engine/cache/pages.py": 700,
-    "services/scheduling/queue.py": 528,
+    "services/scheduling/queue.py": 524,
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS = {

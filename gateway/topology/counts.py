@@ -115,7 +115,7 @@ class CountsCollector(Collector):
             ),
             CounterMetricFamily(
                 "tandem_worker_speculative_accepted_tokens",
-                "Those of them that were what the model chose.",
+                "Proposed tokens that were what the model chose.",
                 labels=(*whose, "source"),
             ),
             CounterMetricFamily(

@@ -40,10 +40,6 @@ UNSAID_S = 5.0
 """In strategy `sla`, a turn for which no time was named is due this long after its place."""
 SHELLS_KEPT = 64
 """A heap is cleared of shells when it has more of them than this and than living entries."""
-
-
-MAX_UNFILED = 1024
-"""The most entries that come before their deadlines are put in order without anything having asked for them."""
 MAX_RUNS = 64
 """Levels of one class with a run of their own; all further levels share one run."""
 STRATEGIES = ("fcfs", "priority", "sla", "fair")
