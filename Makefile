@@ -77,8 +77,9 @@ format: install-dev ## rewrite the sources in the project's format
 format-check: install-dev ## whether `make format` would change anything
 	$(PYTHON_IN) -m ruff format --check .
 
-lint: install-dev ## ruff's rules
+lint: install-dev ## ruff's rules, and the English of docstrings, comments, texts and pages
 	$(PYTHON_IN) -m ruff check .
+	$(PYTHON_IN) tools/prose.py
 
 types: install-dev ## mypy, strict
 	$(PYTHON_IN) -m mypy
