@@ -26,9 +26,9 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
 
 FIRST_EXPECTED_TOKENS = 256
-"""Tokens that an answer without max_tokens is expected to have, until the tenant has had some."""
+"""The tokens that an answer without max_tokens is expected to have, until the tenant has had answers."""
 EXPECTATION_SHARE = 0.1
-"""What the latest answer counts in that expectation."""
+"""The weight of the latest answer in that expectation."""
 
 _BEARER = re.compile(r"bearer +([A-Za-z0-9._~+/=-]{1,512}) *", re.IGNORECASE)
 _OPEN_KEY = ApiKey("", "", service_class=SERVICE_CLASSES[0], priority=2**31 - 1, is_admin=True)
@@ -88,13 +88,13 @@ class FrontDoor:
             await self._limiter.close()
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
-        """The key that a caller has shown, from all values of its `authorization` header. Raises Unauthenticated."""
+        """Returns the key that a caller has shown, from all its `authorization` headers. Raises Unauthenticated."""
         if self._file is None:
             return _OPEN_KEY
         return self.key_with(_digest_shown(authorization))
 
     def key_with(self, digest: str) -> ApiKey:
-        """The key with this digest, which somebody has shown. Raises Unauthenticated if it is no longer good."""
+        """Returns the key with this digest, which a caller has shown. Raises Unauthenticated if it is not valid."""
         if self._file is None:
             return _OPEN_KEY
         key = self._file.keys.find_digest(digest)
@@ -129,7 +129,7 @@ class FrontDoor:
             raise PermissionDenied(f"{PREFILL} needs an API key with choose_prefill or the admin role", field=PREFILL)
 
     def tenant_of(self, key: ApiKey, asked: str) -> str:
-        """The tenant that a request is accounted to. Raises InvalidRequest where it names one that is not the key's."""
+        """Returns the tenant that a request counts for. Raises InvalidRequest if it names one that is not the key's."""
         if self._file is None:
             return asked
         if asked and asked != key.tenant and not key.is_admin:
@@ -169,7 +169,7 @@ class FrontDoor:
         call.ticket = self.ticket(call.tenant)
 
     def ticket(self, tenant: str) -> "Ticket | None":
-        """A ticket for one call of a tenant; None: it has no limits."""
+        """Returns a ticket for one call of a tenant; None: it has no limits."""
         limits = TenantLimits() if self._file is None else self._file.keys.limits_of(tenant)
         if limits.is_unlimited:
             return None
@@ -181,7 +181,7 @@ class FrontDoor:
             self.tenant_weights.update(self._file.keys.weights)
 
     def _service_class(self, key: ApiKey, asked: str) -> str:
-        """The class asked for; without one the default, or the key's where that is less."""
+        """Returns the class asked for; without one the default, or the key's where that is less."""
         highest = SERVICE_CLASSES.index(key.service_class)
         if not asked:
             return SERVICE_CLASSES[max(highest, SERVICE_CLASSES.index(DEFAULT_SERVICE_CLASS))]
@@ -201,7 +201,7 @@ class KeyedDoor(FrontDoor):
         self._digest = digest
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
-        """The key with that digest. Raises Unauthenticated if it is no longer good."""
+        """Returns the key with that digest. Raises Unauthenticated if it is no longer valid."""
         return self.key_with(self._digest)
 
 
@@ -282,7 +282,7 @@ class Ticket(TenantTicket):
         self._limiter.hold(self._tenant, self._limits, self.hold)
 
     def leave(self, *, num_prompt_tokens: int, num_new_tokens: int, has_run: bool) -> None:
-        """The call has ended. What it used takes the place of what it had taken; all comes back if it has not run."""
+        """Replaces what an ended call had taken by what it used; if it has not run, all comes back."""
         if has_run and self._num_unbounded:
             mean = num_new_tokens / self._num_unbounded
             before = self._expected_tokens.get(self._tenant, FIRST_EXPECTED_TOKENS)
@@ -298,7 +298,7 @@ class Ticket(TenantTicket):
         self._num_requests = self._num_tokens = self._num_unbounded = 0
 
     def _note(self, verdict: Verdict, *, num_tokens: int) -> None:
-        """Keeps what the client is told. Raises RateLimited."""
+        """Keeps the headers that the client is told. Raises RateLimited."""
         self.headers = [*_headers("requests", verdict.requests), *_headers("tokens", verdict.tokens)]
         if not verdict.limit:
             return
@@ -320,7 +320,7 @@ class Ticket(TenantTicket):
 
 
 def _digest_shown(authorization: Sequence[str]) -> str:
-    """The digest of the key in all values of an `authorization` header. Raises Unauthenticated."""
+    """Returns the digest of the key in all values of an `authorization` header. Raises Unauthenticated."""
     if not authorization:
         raise Unauthenticated("an API key is needed: send the header Authorization: Bearer KEY")
     match = _BEARER.fullmatch(authorization[0])
@@ -330,7 +330,7 @@ def _digest_shown(authorization: Sequence[str]) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """As OpenAI writes it: 0s, 120ms, 8.64s, 6m0s, 1h0m0s; never less than it is, by the millisecond."""
+    """Returns a duration in OpenAI's spelling, rounded up to the millisecond: 0s, 120ms, 8.64s, 6m0s, 1h0m0s."""
     ms = math.ceil(seconds * 1000 - 1e-6)
     if ms <= 0:
         return "0s"

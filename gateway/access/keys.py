@@ -62,7 +62,7 @@ class ApiKey:
     expires_s: float | None = None
 
     def allows_model(self, model: str) -> bool:
-        """Whether it may answer; `model` is its own name, not an alias."""
+        """Returns whether it may answer; `model` is its own name, not an alias."""
         return self.models is None or model in self.models
 
 
@@ -89,22 +89,22 @@ class KeySet:
     """Limits of tenants without limits of their own; each tenant has them for itself."""
 
     def find(self, key: str) -> ApiKey | None:
-        """The entry of a key. The time that it takes tells nothing about any key: only digests are compared."""
+        """Returns the entry of a key. The time that it takes tells nothing about any key: only digests are compared."""
         return self.find_digest(digest_of_key(key))
 
     def find_digest(self, digest: str) -> ApiKey | None:
-        """The entry of the key with this digest."""
+        """Returns the entry of the key with this digest."""
         found = self.keys.get(digest)
         is_same = hmac.compare_digest(_NO_DIGEST if found is None else found.sha256, digest)
         return found if is_same else None
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """The tenant's own, or the default."""
+        """Returns the tenant's own, or the default."""
         limits = self.tenants.get(tenant, _PLAIN_TENANT).limits
         return self.default_limits if limits is None else limits
 
     def share_cache_of(self, tenant: str) -> str:
-        """The name under which the tenant shares cached pages with others; empty: it does not."""
+        """Returns the name under which the tenant shares cached pages with others; empty: it does not."""
         return self.tenants.get(tenant, _PLAIN_TENANT).share_cache
 
     @property
@@ -131,7 +131,7 @@ class _KeyTable(Struct, forbid_unknown_fields=True):
     expires: Annotated[datetime, Meta(tz=True)] | None = None
 
     def entry(self) -> ApiKey:
-        """What the key allows."""
+        """Returns what the key allows."""
         return ApiKey(
             sha256=self.sha256,
             tenant=self.tenant,
@@ -157,7 +157,7 @@ class _LimitsTable(Struct, forbid_unknown_fields=True):
     concurrency: _Limit | None = None
 
     def limits(self) -> TenantLimits:
-        """The limits; none where nothing is given."""
+        """Returns the limits; a limit that is not given is None."""
         return TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrency)
 
 
@@ -168,7 +168,7 @@ class _TenantTable(_LimitsTable, forbid_unknown_fields=True):
     share_cache: Annotated[str, Meta(pattern=rf"^{_TENANT}\Z")] = ""
 
     def entry(self, *, has_limits: bool) -> Tenant:
-        """What the file says of the tenant."""
+        """Returns what the file says of the tenant."""
         return Tenant(self.limits() if has_limits else None, self.weight, self.share_cache)
 
 
@@ -179,12 +179,12 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Returns a key that nobody can guess."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def digest_of_key(key: str) -> str:
-    """What stands in the file for a key: 64 hex digits."""
+    """Returns what the file has for a key: 64 hex digits."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -198,7 +198,7 @@ def read_keys(path: Path) -> KeySet:
 
 
 def parse_keys(text: str) -> KeySet:
-    """The keys of a TOML document. Raises ConfigError that names key and rule."""
+    """Returns the keys of a TOML document. Raises ConfigError that names key and rule."""
     file = toml_file.parse(text, _File)
     keys: dict[str, ApiKey] = {}
     for number, table in enumerate(file.key):
@@ -216,7 +216,7 @@ def parse_keys(text: str) -> KeySet:
 
 
 def toml_entry(key: ApiKey) -> str:
-    """The entry of a key as `parse_keys` reads it. Texts hold neither quotes, backslashes nor control characters."""
+    """Returns a key's entry as `parse_keys` reads it. Texts have no quotes, backslashes or control characters."""
     lines = ["[[key]]"]
     if key.name:
         lines.append(f'name = "{key.name}"')
@@ -237,7 +237,7 @@ def toml_entry(key: ApiKey) -> str:
 
 
 def toml_tenant(name: str, tenant: Tenant) -> str:
-    """The table of a tenant as `parse_keys` reads it: what is not the default."""
+    """Returns the table of a tenant as `parse_keys` reads it: what is not the default."""
     lines = [f"[tenant.{name}]" if re.fullmatch("[A-Za-z0-9_-]+", name) else f'[tenant."{name}"]']
     for limit in _LIMITS if tenant.limits is not None else ():
         if (value := getattr(tenant.limits, limit)) is not None:
@@ -250,7 +250,7 @@ def toml_tenant(name: str, tenant: Tenant) -> str:
 
 
 def shown_weight(weight: float) -> str:
-    """A weight in its shortest spelling: 3, 0.5."""
+    """Returns a weight in its shortest spelling: 3, 0.5."""
     return str(int(weight)) if weight == int(weight) else str(weight)
 
 
@@ -313,7 +313,7 @@ class KeyFile:
             await self.check()
 
     def _stat(self) -> tuple[int, ...]:
-        """A stamp that differs between two contents of the file; empty where the file does not exist."""
+        """Returns a stamp that differs between two contents of the file; empty where the file does not exist."""
         with contextlib.suppress(OSError):
             found = self._path.stat()
             return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev

@@ -80,7 +80,7 @@ class BatchesApi:
         self._on_change = on_change
 
     def routes(self) -> list[Route]:
-        """For the HTTP API, which asks for the key."""
+        """Returns the routes for the HTTP API, which asks for the key."""
         return [
             route("/v1/batches", GET=self._list, POST=self._create),
             route("/v1/batches/{batch_id}", GET=self._show),
@@ -152,7 +152,7 @@ class BatchesApi:
         return json_response(batch_object(batch))
 
     async def _find(self, request: Request) -> Batch:
-        """A batch of the tenant. Raises NotFound, for another's too."""
+        """Returns a batch of the tenant. Raises NotFound, for another's too."""
         key: ApiKey = request.state.key
         batch_id = request.path_params["batch_id"]
         batch = await self._batches.find(batch_id) if is_id(batch_id) else None
@@ -162,7 +162,7 @@ class BatchesApi:
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """OpenAI's object of a batch."""
+    """Returns OpenAI's object of a batch."""
     errors = {"object": "list", "data": msgspec.json.decode(batch.errors)} if batch.errors else None
     times_s = {f"{name}_at": batch.times_s.get(name) for name in ("created", "expires", *_STAMPED)}
     return {
@@ -206,7 +206,7 @@ def _invalid(field: str, rule: str) -> InvalidRequest:
 
 
 async def _body(request: Request, claim: Claim) -> bytes:
-    """The whole body. Raises HttpRefusal for one that is too large or does not come."""
+    """Returns the whole body. Raises HttpRefusal for one that is too large or does not come."""
     body = b""
     _check_size(int(request.headers.get("content-length", 0)))
     try:

@@ -38,13 +38,13 @@ MAX_FIELD_BYTES = 256
 MAX_FORM_BYTES = 64 * 1024
 """The most for a form without its file."""
 MAX_UPLOADS = 8
-"""At once on this gateway."""
+"""The most uploads at once on this gateway."""
 MAX_UPLOADS_OF_TENANT = 2
 """A tenant's share of them; one that sends slowly leaves room for others."""
 MIN_TTL_S = 3600
 RETRY_AFTER_S = 5.0
 STORE_PATIENCE_S = 4.0
-"""With a Redis that does not answer: time for one more try after one that timed out."""
+"""The time that Redis is given to answer: enough for one more try after one that timed out."""
 STORE_RETRY_S = 0.25
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ class FilesApi:
         self._files = files
         self._max_file_bytes = max_file_bytes
         self._uploads: Counter[str] = Counter()
-        """Under way, by tenant."""
+        """The running uploads, by tenant."""
 
     def routes(self) -> list[Route]:
-        """For the HTTP API, which asks for the key."""
+        """Returns the routes for the HTTP API, which asks for the key."""
         return [
             route("/v1/files", GET=self._list, POST=self._upload),
             route("/v1/files/{file_id}", GET=self._show, DELETE=self._delete),
@@ -215,7 +215,7 @@ class _Upload:
             del self._buffer[:CHUNK_BYTES]
 
     async def complete(self, filename: str, ttl_s: float) -> File:
-        """The file. Raises InvalidRequest for an empty one, StoreUnavailable where a part of it is gone already."""
+        """Returns the file. Raises InvalidRequest for an empty one, StoreUnavailable where a part of it is gone."""
         if not self._num_bytes:
             raise InvalidRequest("the file is empty", field="file", code="empty_file")
         if self._buffer:
@@ -236,7 +236,7 @@ class _Upload:
         return file
 
     async def drop(self) -> None:
-        """Nothing of it is kept; what Redis cannot be told now expires by itself, if late."""
+        """Drops all of it; what Redis cannot be told now expires by itself later."""
         if self._num_chunks:
             with contextlib.suppress(StoreUnavailable):
                 await heard(lambda: self._files.delete(self._id, self._tenant))
@@ -250,7 +250,7 @@ class _Upload:
 
 
 async def heard(call: Callable[[], Awaitable[T]]) -> T:
-    """Says to Redis what may be said twice until it answers: a time-out does not tell whether it was done.
+    """Repeats a command that may be repeated until Redis answers: a time-out does not tell whether it was done.
 
     Raises StoreUnavailable where there is no answer within STORE_PATIENCE_S.
     """
@@ -266,12 +266,12 @@ async def heard(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def too_slow(limit_s: float) -> HttpRefusal:
-    """What a client is told whose body does not come."""
+    """Returns the error for a client whose body does not arrive."""
     return HttpRefusal(f"the body did not arrive within {limit_s:g} s", http_status=408, code="request_timeout")
 
 
 def no_room(full: FilesFull, files: FileStore) -> HttpRefusal:
-    """What a client is told whose file or batch finds no room."""
+    """Returns the error for a client whose file or batch finds no room."""
     rules = {
         "files": f"a tenant may have at most {MAX_FILES} files: delete some",
         "tenant": f"a tenant's files may take at most {files.room.tenant_bytes} bytes: delete some",
@@ -281,7 +281,7 @@ def no_room(full: FilesFull, files: FileStore) -> HttpRefusal:
 
 
 async def find_file(files: FileStore, file_id: str, tenant: str, *, field: str = "id") -> File:
-    """A file of the tenant. Raises NotFound, for another's too."""
+    """Returns a file of the tenant. Raises NotFound, for another's too."""
     file = await files.find(file_id) if is_id(file_id) else None
     if file is None or file.tenant != tenant:
         raise NotFound(f"there is no file {file_id[:64]!r}", field=field, code="file_not_found")
@@ -289,7 +289,7 @@ async def find_file(files: FileStore, file_id: str, tenant: str, *, field: str =
 
 
 def file_object(file: File) -> dict[str, Any]:
-    """OpenAI's object of a file."""
+    """Returns OpenAI's object of a file."""
     return {
         "id": file.id,
         "object": "file",
@@ -304,7 +304,7 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def list_object(entries: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """OpenAI's object of a page."""
+    """Returns OpenAI's object of a page."""
     return {
         "object": "list",
         "data": entries,
@@ -315,7 +315,7 @@ def list_object(entries: list[dict[str, Any]], *, has_more: bool) -> dict[str, A
 
 
 def list_limit(said: str | None, *, default: int, most: int = MAX_PAGE) -> int:
-    """How many entries a page has; OpenAI's own maximum is cut to `most`. Raises InvalidRequest."""
+    """Returns how many entries a page has; OpenAI's own maximum is cut to `most`. Raises InvalidRequest."""
     if said is None:
         return default
     if not re.fullmatch("[0-9]{1,5}", said) or not 1 <= int(said) <= 10_000:
@@ -324,19 +324,19 @@ def list_limit(said: str | None, *, default: int, most: int = MAX_PAGE) -> int:
 
 
 def checked_after(said: str | None) -> str:
-    """The id after which a page begins, or nothing. Raises InvalidRequest."""
+    """Returns the id after which a page begins, or nothing. Raises InvalidRequest."""
     if said is not None and not is_id(said):
         raise InvalidRequest("after must be the id of an entry", field="after", code="invalid_value")
     return said or ""
 
 
 def is_id(text: str) -> bool:
-    """Whether a text may be an id, so that a key can be made of it."""
+    """Returns whether a text may be an id, so that a key can be made of it."""
     return 0 < len(text) <= 64 and text.isascii() and text.replace("-", "").replace("_", "").isalnum()
 
 
 def route(path: str, **by_method: Callable[[Request], Awaitable[Response]]) -> Route:
-    """One route of a path, so that a 405 names all its methods."""
+    """Returns one route for a path, so that a 405 names all its methods."""
 
     async def serve(request: Request) -> Response:
         return await by_method["GET" if request.method == "HEAD" else request.method](request)
@@ -345,7 +345,7 @@ def route(path: str, **by_method: Callable[[Request], Awaitable[Response]]) -> R
 
 
 def json_response(value: Mapping[str, Any]) -> Response:
-    """A whole answer."""
+    """Returns a whole answer."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -364,7 +364,7 @@ async def _short_text(form: FormReader, name: str) -> str:
 
 
 def _ttl_s(fields: Mapping[str, str]) -> float:
-    """How long the file is kept, from `expires_after`. Raises InvalidRequest."""
+    """Returns how long the file is kept, from `expires_after`. Raises InvalidRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return FILE_TTL_S
@@ -377,7 +377,7 @@ def _ttl_s(fields: Mapping[str, str]) -> float:
 
 
 def checked_ttl_s(seconds: int, *, field: str) -> int:
-    """A life that a client asks for a file. Raises InvalidRequest."""
+    """Returns a life that a client asks for a file. Raises InvalidRequest."""
     if not MIN_TTL_S <= seconds <= FILE_TTL_S:
         raise InvalidRequest(
             f"{field} must be an integer from {MIN_TTL_S} to {round(FILE_TTL_S)}", field=field, code="invalid_value"

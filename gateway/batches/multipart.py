@@ -13,7 +13,7 @@ from email.policy import compat32
 from services.runtime.errors import InvalidRequest
 
 MAX_PART_HEAD_BYTES = 2560
-"""A filename of 255 letters of three bytes, percent-encoded, and what is around it."""
+"""The longest head of a part: a filename of 255 letters of three bytes, percent-encoded, and its surroundings."""
 MAX_CONTENT_TYPE_CHARS = 256
 """The parser of parameters takes time by the square of their length."""
 MAX_BOUNDARY_CHARS = 70
@@ -32,7 +32,7 @@ class FormField:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """What divides the parts of a body with this content type. Raises InvalidRequest if it is not a form's."""
+    """Returns the boundary of the parts of a body of this content type. Raises InvalidRequest if it is not a form's."""
     head = Message()
     head["content-type"] = content_type
     boundary = ""
@@ -55,7 +55,7 @@ class FormReader:
         self._has_begun = False
 
     async def next_part(self) -> FormField | None:
-        """The next part; None: that was the last one. Raises InvalidRequest for a body that is no form."""
+        """Returns the next part; None: that was the last one. Raises InvalidRequest for a body that is no form."""
         if not self._has_begun:
             self._has_begun = True
             if await self._take(len(self._delimiter)) != self._delimiter:
@@ -68,7 +68,7 @@ class FormReader:
         return _part_of(await self._head())
 
     async def data(self) -> AsyncGenerator[bytes, None]:
-        """The content of the part that was begun last, to its end. Raises InvalidRequest."""
+        """Yields the content of the part that was begun last, to its end. Raises InvalidRequest."""
         kept = len(self._delimiter) - 1
         while (at := self._buffer.find(self._delimiter)) < 0:
             if len(self._buffer) > kept:

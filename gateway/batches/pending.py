@@ -15,7 +15,7 @@ DEFAULT_RETRY_S = 1.0
 MAX_TIMEOUTS = 8
 """How often a row may end with its deadline until that is its result: it may have waited for others all the time."""
 TIMEOUT_RETRY_S = 60.0
-"""Wait after the first time; twice as long after each further one."""
+"""The wait after the first time; it doubles after each further one."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class PendingRows:
         return False
 
     async def take(self) -> tuple[PendingRow, bytes]:
-        """A row that is due, and its line."""
+        """Returns a row that is due, and its line."""
         if self._later and self._later[0][0] <= asyncio.get_running_loop().time():
             row = heappop(self._later)[2]
             return row, await self._read(row)
@@ -119,7 +119,7 @@ async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
 
 
 def later_s(answer: RowAnswer, row: PendingRow) -> float | None:
-    """The time after which the row is to be asked again; None: the answer is its result."""
+    """Returns the time after which the row is to be asked again; None: the answer is its result."""
     if answer.status == 504:
         row.num_timeouts += 1
         return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None

@@ -14,10 +14,10 @@ from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import InvalidRequest
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""What rows may ask."""
+"""The endpoints that rows may ask."""
 MAX_ROWS = 50_000
 MAX_ERRORS = 100
-"""Lines that are reported as wrong; more are not looked for."""
+"""The most lines that are reported as wrong; the check ends there."""
 MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
 
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 
 async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Line, None]:
-    """All lines that are not blank. Raises FileWrong for one that is too long."""
+    """Yields all lines that are not blank. Raises FileWrong for one that is too long."""
     rest = b""
     number = start = 0
     async for chunk in chunks:
@@ -87,7 +87,7 @@ class Checker:
         self.errors: list[LineError] = []
         self.num_rows = 0
         self.longest_custom_id = ""
-        """The one that takes most bytes as JSON."""
+        """The custom_id that takes most bytes as JSON."""
         self._most_bytes = 0
 
     def check(self, number: int, line: bytes) -> None:
@@ -104,7 +104,7 @@ class Checker:
                 raise FileWrong(*self.errors)
 
     def finish(self) -> int:
-        """The number of rows. Raises FileWrong if anything is wrong."""
+        """Returns the number of rows. Raises FileWrong if anything is wrong."""
         if not self.num_rows:
             raise FileWrong(LineError("empty_file", "The file has no requests."))
         if self.errors:
@@ -166,7 +166,7 @@ class Checker:
 
 
 def has_repeats(text: str) -> bool:
-    """Whether an object of a JSON text has a member twice. Raises RecursionError."""
+    """Returns whether an object of a JSON text has a member twice. Raises RecursionError."""
     try:
         json.loads(text, object_pairs_hook=_check_repeats, parse_int=str)  # int() refuses long ones
     except _Repeated:
@@ -175,18 +175,18 @@ def has_repeats(text: str) -> bool:
 
 
 def row_of(line: bytes) -> BatchRow:
-    """The row of a line that was checked before."""
+    """Returns the row of a line that was checked before."""
     return msgspec.json.decode(line, type=BatchRow)
 
 
 def result_line(batch_id: str, row: int, custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
-    """What the server has answered to a row, as a line of one of the two files."""
+    """Returns what the server has answered to a row, as a line of one of the two files."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(batch_id, row, custom_id, response=response, error=None)
 
 
 def unanswered_line(batch_id: str, row: int, custom_id: str, *, code: str, message: str) -> bytes:
-    """Why a row was not asked."""
+    """Returns why a row was not asked."""
     return _line(batch_id, row, custom_id, response=None, error={"code": code, "message": message})
 
 
@@ -202,7 +202,7 @@ class _Repeated(Exception):
 
 
 def _repeats_error(line: bytes, body: msgspec.Raw, number: int) -> LineError | None:
-    """The error for members of a line that occur twice; the body's own are checked when the row is asked."""
+    """Returns the error for members of a line that occur twice; the body's own are checked when the row is asked."""
     try:
         # Nothing but an object looks like one, so whatever else is replaced was an empty one or in a text.
         if not has_repeats(line.replace(bytes(body), b"null").decode()):

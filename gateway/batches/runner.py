@@ -37,16 +37,16 @@ from services.runtime.errors import StoreUnavailable, Unauthenticated
 POLL_S = 1.0
 """How often a gateway looks for batches that nobody has."""
 MAX_OWNED = 32
-"""Batches that one gateway works on at once."""
+"""The most batches that one gateway works on at once."""
 MAX_OWNED_OF_TENANT = 4
-"""A tenant's share of them; its further ones wait, so that others' need not."""
+"""A tenant's share of them; its further ones wait, so that others' do not have to."""
 RENEWALS_PER_LEASE = 4
 STORE_RETRY_S = 0.25
 """How often a Redis that is away is tried again."""
 FULL_RETRY_S = 5.0
 """How often a result that found no room is tried again."""
 LEAVE_S = 5.0
-"""Time that running rows have to end when the gateway leaves."""
+"""The time that running rows have to end when the gateway leaves."""
 MAX_PAUSE_S = 5.0
 """The longest pause of a place whose row was told to come later: the next row may be told so too."""
 MAX_UNANSWERED_AT_ONCE = 500
@@ -94,7 +94,7 @@ class Batches:
         self._gateway_incarnation = gateway_incarnation
         self._poll_s = poll_s
         self.faults: Counter[str] = Counter()
-        """Faults of this program, by batch."""
+        """The number of faults of this program, by batch."""
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class Batches:
             await asyncio.wait(self._tasks)
 
     def poke(self, batch_id: str) -> None:
-        """Something has changed about a batch: it was made, or its end was asked for."""
+        """Looks at a batch that has changed: it was made, or its end was asked for."""
         self._has_news.set()
         if batch_id in self._runs:
             self._runs[batch_id].look()
@@ -175,7 +175,7 @@ class BatchRun:
         self._leaving = asyncio.Event()
         self._looks = asyncio.Event()
         self._has_claim = asyncio.Event()
-        """Set while the claim was renewed so lately that no other gateway can have the batch."""
+        """An event that is set while the claim is recent enough that no other gateway can have the batch."""
         self._has_claim.set()
         self._has_stopped = False
         self._is_full = False
@@ -252,8 +252,9 @@ class BatchRun:
             await self._advance(Status.FAILED, errors=_json(wrong.errors))
 
     async def _count_rows(self) -> tuple[int, str]:
-        """Checks the whole file. How many rows it has, 0 where the batch was cancelled meanwhile, and the longest
-        custom_id. Raises FileWrong.
+        """Checks the whole file. Returns its number of rows and its longest custom_id. Raises FileWrong.
+
+        Both are empty (0 and "") where the batch is cancelled or its time is over meanwhile.
         """
         digest = self.batch.order.key_digest
         checker = Checker(self.batch.order.endpoint, lambda model: self._batches.check_model(digest, model))
@@ -268,7 +269,7 @@ class BatchRun:
         return checker.finish(), checker.longest_custom_id
 
     async def _answer_rows(self) -> Status | None:
-        """Answers what has no result yet. What the batch comes to; None: it was cancelled. Raises FileWrong."""
+        """Answers what has no result yet. Returns the batch's new status; None: it was cancelled. Raises FileWrong."""
         if self._end is None:
             rows = self._rows = asyncio.create_task(self._ask_rows(), name=f"rows of {self.batch.id}")
             try:
@@ -315,7 +316,7 @@ class BatchRun:
             self._batches.on_rows("failed" if has_failed else "completed", 1)
 
     async def _ask_next(self, pending: PendingRows) -> tuple[PendingRow, str, RowAnswer] | None:
-        """The next row, its custom_id and what the API answers to it; None: no row is left, or none is to be begun.
+        """Returns the next row, its custom_id and the API's answer; None: no row is left, or none is to be begun.
 
         The lines of rows that wait for a slot are not in memory.
         """
@@ -350,7 +351,7 @@ class BatchRun:
                 raise _Left
 
     async def _expire_rows(self) -> None:
-        """Rows that have no result get one that says why."""
+        """Gives each row without a result one that says why."""
         results: list[Result] = []
         async with contextlib.aclosing(self._unanswered(await self._done_rows())) as unanswered:
             async for number, line in unanswered:
@@ -364,19 +365,19 @@ class BatchRun:
         self._batches.on_rows("expired", len(results))
 
     def _expired_line(self, row: int, custom_id: str) -> bytes:
-        """The result of a row whose time was over, for which there is room from the beginning on."""
+        """Returns the result of a row whose time was over, for which there is room from the beginning on."""
         code, message = EXPIRED
         return unanswered_line(self.batch.id, row, custom_id, code=code, message=message)
 
     async def _done_rows(self) -> bytes:
-        """Which rows have a result now. Raises FileWrong."""
+        """Returns which rows have a result now. Raises FileWrong."""
         bits = await self._surely(lambda: self._store.done_rows(self.batch))
         if len(bits) != (self._total + 7) // 8:
             raise _forgotten()
         return bits
 
     async def _unanswered(self, bits: bytes) -> AsyncGenerator[tuple[int, Line], None]:
-        """(number, line) of the rows without a result. Raises FileWrong."""
+        """Yields (number, line) of the rows without a result. Raises FileWrong."""
         number = 0
         async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
             async for line in lines:
@@ -393,7 +394,7 @@ class BatchRun:
         return line
 
     async def _input(self) -> AsyncGenerator[bytes, None]:
-        """The file of rows. Raises FileWrong where it is gone."""
+        """Yields the file of rows. Raises FileWrong where it is gone."""
         order = self.batch.order
         file = await self._surely(lambda: self._files.find(order.input_file_id))
         if file is None or file.tenant != order.tenant:
@@ -424,7 +425,7 @@ class BatchRun:
                 await asyncio.sleep(STORE_RETRY_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Waits, but not where the batch is to be let go."""
+        """Waits, but ends early if the batch is to be let go."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._leaving.wait()

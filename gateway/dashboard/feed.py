@@ -26,7 +26,7 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 TICK_S = 1.0
 MAX_WATCHERS = 16
 SPEED_TOKENS = 512
-"""A prompt of this length says how fast prompts are computed."""
+"""The length of the prompt that tells how fast prompts are computed."""
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Feed:
         self._ticking = asyncio.create_task(self._tick_for_ever(), name="dashboard")
 
     async def close(self) -> None:
-        """Ends that, and all watching."""
+        """Ends taking figures, and all watching."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait((self._ticking,))
@@ -90,7 +90,7 @@ class Feed:
                 watcher.put(update)
 
     def snapshot(self, seconds: int) -> dict[str, Any]:
-        """Everything, with the figures of the last `seconds` seconds. All times are seconds unless a name says more."""
+        """Returns everything, with the figures of the last `seconds` seconds. Times without a unit are in seconds."""
         facts, history = self._facts, self._requests.log.history
         targets = history.targets
         return {
@@ -114,7 +114,7 @@ class Feed:
         }
 
     async def updates(self, client: str = "") -> AsyncGenerator[bytes, None]:
-        """A JSON document each second, as in `snapshot` without what does not change.
+        """Yields a JSON document each second, as in `snapshot` without what does not change.
 
         Where all places are taken, the oldest of the client that has the most of them ends for the new one.
         """

@@ -64,11 +64,11 @@ class Dashboard:
         self._files = _read_files()
 
     def is_open(self, path: str) -> bool:
-        """Whether a path is the page itself or one of its files, which need no key."""
+        """Returns whether a path is the page itself or one of its files, which need no key."""
         return path in self._files or path == f"{PAGE_PATH}/"
 
     def routes(self, *, api_port: Callable[[], int], has_api: bool) -> list[Route]:
-        """All of them. `has_api`: the public API is at the same address; where it is not, it is at `api_port`."""
+        """Returns all routes. `has_api`: the public API is at the same address; otherwise it is at `api_port`."""
         files = [
             Route(path, functools.partial(_send_file, file), methods=["GET"]) for path, file in self._files.items()
         ]
@@ -89,7 +89,7 @@ class Dashboard:
         return _json({**self._feed.snapshot(seconds), "api": {"is_here": has_api, "port": api_port()}})
 
     async def _list_requests(self, request: Request) -> Response:
-        """Ended requests, latest first; what is asked for is a `Query`."""
+        """Answers the ended requests, latest first; what is asked for is a `Query`."""
         asked = request.query_params
         _check_names(asked, Query.__struct_fields__)
         texts = {name: asked[name] for name in asked if name not in ("before", "limit")}
@@ -103,7 +103,7 @@ class Dashboard:
         return _json({"requests": rows, "has_more": has_more, "kept": len(self._history)})
 
     async def _show_request(self, request: Request) -> Response:
-        """One ended request by its id, or by its number with an @ before it: ids may be used again."""
+        """Answers one ended request by its id, or by its number after an @: ids may be used again."""
         name: str = request.path_params["name"]
         number = re.fullmatch(r"@([0-9]{1,15})", name)
         found = self._history.story(number=int(number[1])) if number else self._history.story(name)
@@ -154,7 +154,7 @@ class _Events:
 
 
 def _client_of(scope: Scope) -> str:
-    """Whose places count together: those of a key, or of an address where no key was asked for."""
+    """Returns the client whose places count together: a key, or an address where no key was asked for."""
     key: ApiKey | None = scope.get("state", {}).get("key")
     if key is not None and key.sha256:
         return key.sha256
@@ -162,7 +162,7 @@ def _client_of(scope: Scope) -> str:
 
 
 def _read_files() -> dict[str, _File]:
-    """The files of the page by their paths; the page itself is at `PAGE_PATH`."""
+    """Returns the files of the page by their paths; the page itself is at `PAGE_PATH`."""
     files = {}
     for entry in resources.files("gateway.dashboard").joinpath("static").iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
@@ -197,7 +197,7 @@ def _story(row: Row, answers: list[AnswerStory]) -> dict[str, Any]:
 
 
 def _since_choice(attempt: AttemptStory, answer: AnswerStory, token_us: int | None) -> int | None:
-    """When a token came, if this attempt gave it, since the decision: what the request had waited before is no part."""
+    """Returns when a token came since the attempt was decided on, without earlier waits; None: not by this attempt."""
     if token_us is None:
         return None
     # The last attempt that was begun before it gave it: the others had failed.

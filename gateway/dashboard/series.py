@@ -71,7 +71,7 @@ class Series:
             self._push(self._columns[name], value)
 
     def last(self, seconds: int) -> tuple[list[float], dict[str, list[float | None]]]:
-        """Times and figures of the last `seconds` seconds. None: nothing is known of that second."""
+        """Returns times and figures of the last `seconds` seconds. None: nothing is known of that second."""
         return (
             self._times[-seconds:].tolist(),
             {name: [_shown(value) for value in column[-seconds:]] for name, column in self._columns.items()},
@@ -108,7 +108,7 @@ class Series:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """The value that `share` (0 to 1) of all values do not exceed; NaN if no value was counted.
+    """Returns the value that `share` (0 to 1) of all values do not exceed; NaN if no value was counted.
 
     `counts` has one more member than `bounds`, for what is beyond the last of them, of which that bound is said.
     """
@@ -129,5 +129,5 @@ def _risen(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _shown(value: float) -> float | None:
-    """With four digits, which is more than a chart shows."""
+    """Returns the figure with four digits, which is more than a chart shows."""
     return None if math.isnan(value) else float(f"{value:.4g}")

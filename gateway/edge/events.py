@@ -69,7 +69,7 @@ class _UsageTally:
         self._num_tokens[choice] += num_tokens
 
     def take(self, choice: int, delta: Delta) -> Usage | None:
-        """The usage of one answer up to this delta, if it is the last one or each is to have it."""
+        """Returns the usage of one answer up to this delta, if it is the last one or each is to have it."""
         if delta.usage is not None or not self._is_continuous:
             return delta.usage
         self._num_tokens[choice] += len(delta.token_ids)

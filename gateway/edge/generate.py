@@ -51,7 +51,7 @@ class Answers(ABC):
     fallback: str
     """The model in whose place it answers and why, or empty; see `AcceptedCall`."""
     traceparent: str
-    """Names the request's span, or is empty."""
+    """The name of the request's span, or empty."""
     generations: Sequence[AnswerSpec]
     start_id: str = ""
     """The id of the event after which the client reads, for a request whose parts have ids."""
@@ -69,11 +69,11 @@ class Answers(ABC):
 
     @abstractmethod
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
-        """(usage, token ids of the prompt) of each answer, once all are complete."""
+        """Returns (usage, token ids of the prompt) of each answer, once all are complete."""
 
     @abstractmethod
     def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
-        """The first tokens of an answer (None: all), which its client has, and their text.
+        """Returns the first tokens of an answer (None: all), which its client has, and their text.
 
         `has_all`: with the text that was held back until the end.
         """
@@ -225,7 +225,7 @@ class _Growing:
         return True
 
     def whole(self, generation: AnswerSpec) -> Whole:
-        """The answer, whose last delta has come."""
+        """Returns the answer, whose last delta has come."""
         last = self._last
         assert last is not None
         assert last.finish_reason is not None

@@ -90,7 +90,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateUnary(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        """The whole answer of one prompt."""
+        """Returns the whole answer of one prompt."""
         with self._requests.refusals_noted():
             async with self._generated(request, context, method="GenerateUnary") as answers:
                 (whole,) = await answers.wholes()
@@ -100,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _responses(
         self, answers: Answers, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """The messages of an answer. What ends it comes in one message: all of it or nothing."""
+        """Yields the messages of an answer. What ends it comes in one message: all of it or nothing."""
         is_told, last_text = False, ""
         async with contextlib.aclosing(answers.parts()) as parts:
             async for part in parts:
@@ -164,7 +164,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The models that the caller's key allows, under each of their names."""
+        """Returns the models that the caller's key allows, under each of their names."""
         with self._requests.refusals_noted():
             key = authenticate(self._door, context)
             models = []
@@ -185,7 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         with self._requests.refusals_noted():
             tenant = await self._let_in(request.model, context)
             catalog = self._requests.catalog
@@ -199,7 +199,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        """Text of token ids."""
+        """Returns the text of token ids."""
         with self._requests.refusals_noted():
             tenant = await self._let_in(request.model, context)
             model = self._requests.catalog.resolve(request.model)
@@ -212,7 +212,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return inference_pb2.DetokenizeResponse(text=text)
 
     async def _let_in(self, model: str, context: Context) -> str:
-        """The tenant of a call that generates nothing, which counts as a request too."""
+        """Returns the tenant of a call that generates nothing, which counts as a request too."""
         key = authenticate(self._door, context)
         self._door.check_model(key, self._requests.catalog.name_of(model), asked=model)
         ticket = self._door.ticket(key.tenant)
@@ -223,7 +223,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def account_of(door: FrontDoor) -> Callable[[str, Context], str]:
-    """For `services.runtime.intake.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
+    """Returns the tenant whose key the caller shows, for `services.runtime.intake.Intake`. Raises Unauthenticated.
 
     Probes need no key, and an operator's certificate stands for one. All else does, reflection too: it names services
     that are not for everybody.
@@ -270,7 +270,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
 
 
 def _ask(call: Call, request: inference_pb2.GenerateRequest, context: Context) -> Ask | None:
-    """What a request with a name asks for; None for one without. Raises InvalidRequest."""
+    """Returns what a request with a name asks for; None for one without. Raises InvalidRequest."""
     key = metadata(context, "idempotency-key")
     if key is None and call.request_id is None:
         return None
@@ -316,7 +316,7 @@ def _told(answers: Answers) -> tuple[tuple[str, str], ...]:
 
 
 def _affinity_key(context: Context) -> str:
-    """The caller's session, or an empty text. Raises InvalidRequest."""
+    """Returns the caller's session, or an empty text. Raises InvalidRequest."""
     session = metadata(context, "x-session-id")
     if session is None:
         return ""

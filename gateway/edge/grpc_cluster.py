@@ -51,14 +51,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._topology = topology
 
     async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
-        """The topology now."""
+        """Returns the topology now."""
         self._check_operator(context)
         return self._snapshot()
 
     async def WatchTopology(
         self, request: cluster_pb2.WatchTopologyRequest, context: Context
     ) -> AsyncGenerator[cluster_pb2.Topology, None]:
-        """The topology now and after each change, at most once in WATCH_INTERVAL_S."""
+        """Yields the topology now and after each change, at most once in WATCH_INTERVAL_S."""
         self._check_operator(context)
         last: cluster_pb2.Topology | None = None
         async with contextlib.aclosing(self._topology.changes()) as changes:
@@ -84,11 +84,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         if chosen is None:
             raise InvalidRequest(f"choice must be one of {', '.join(PREFILL_CHOICES)}", field="choice")
         before, self._requests.prefill_choice = self._requests.prefill_choice, chosen
-        logger.info("an operator chose who computes prompts", extra={"who": who, "before": before, "now": chosen})
+        logger.info("an operator chose where prompts are computed", extra={"who": who, "before": before, "now": chosen})
         return cluster_pb2.SetPrefillResponse(before=_PREFILL_CHOICES[before])
 
     def _check_operator(self, context: Context) -> str:
-        """The caller's name for the log, or its tenant's.
+        """Returns the caller's name for the log, or its tenant's.
 
         Raises Unauthenticated or PermissionDenied unless the caller has an operator's certificate or an admin's key.
 

@@ -12,7 +12,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def metadata(context: Context, name: str) -> str | None:
-    """A text that the caller sent beside the request; None if it is absent."""
+    """Returns a text that the caller sent beside the request; None if it is absent."""
     for key, value in context.invocation_metadata() or ():
         if key == name:
             return value if isinstance(value, str) else ""
@@ -20,7 +20,7 @@ def metadata(context: Context, name: str) -> str | None:
 
 
 def authenticate(door: FrontDoor, context: Context) -> ApiKey:
-    """The key that the caller shows. Raises Unauthenticated."""
+    """Returns the key that the caller shows. Raises Unauthenticated."""
     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
     return door.authenticate([value if isinstance(value, str) else "" for value in shown])
 

@@ -83,7 +83,7 @@ class HttpApi:
         """What `app` serves; it fills them in."""
 
     def app(self, more_routes: Sequence[BaseRoute] = ()) -> App:
-        """The ASGI application, to be run by `gateway.http.server`. `more_routes` ask for a key like the others."""
+        """Returns the ASGI application, for `gateway.http.server`. `more_routes` ask for a key like the others."""
         fast = self._fast_routes()
         routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
@@ -101,7 +101,7 @@ class HttpApi:
         return dispatch
 
     def admin_app(self, door: OperatorsDoor | None) -> App:
-        """What operators read, for an address of its own. `door` None: the system decides which callers reach it."""
+        """Returns operators' pages, for an address of their own. `door` None: the system decides which callers do."""
         pages = self._starlette(self._pages.routes(has_api=False))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ class HttpApi:
         return dispatch
 
     def _fast_routes(self) -> dict[str, App]:
-        """The endpoints that carry the load, by path; all are asked by POST."""
+        """Returns the endpoints that carry the load, by path; all are asked by POST."""
         tokenization = Tokenization(self._requests, door=self._door, bodies=self._bodies)
         served: dict[str, Serve] = {
             "/v1/completions": self._completions,
@@ -137,11 +137,11 @@ class HttpApi:
         return Endpoint(with_key, self._metrics, self._requests.log)
 
     def _key_of(self, headers: HeaderPairs) -> ApiKey:
-        """The key that a caller shows. Raises Unauthenticated."""
+        """Returns the key that a caller shows. Raises Unauthenticated."""
         return self._door.authenticate(header_values(headers, b"authorization"))
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a caller that may not see a page; None if it may.
+        """Returns the answer to a caller that may not see a page; None if it may.
 
         Probes need no key and the API one of any kind. All else needs an admin's, also what is added later and what
         does not exist.
@@ -245,7 +245,7 @@ class HttpApi:
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 
     async def _body(self, writer: Writer, answers: Answers, wholes: Sequence[Whole]) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
         num_logprobs = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
         return await self._generator.written(answers, num_logprobs, lambda: writer.whole(wholes))
 

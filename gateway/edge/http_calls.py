@@ -59,7 +59,7 @@ async def read_call(
 
 
 def ask_of(exchange: Exchange, read: HttpCall, writer_type: type[Writer]) -> Ask | None:
-    """What a request with a name asks for; None for one without. Raises InvalidRequest."""
+    """Returns what a request with a name asks for; None for one without. Raises InvalidRequest."""
     key = exchange.optional_header(b"idempotency-key")
     last_event_id = exchange.optional_header(b"last-event-id")
     if key is None and last_event_id is None and read.call.request_id is None:
@@ -74,7 +74,7 @@ def ask_of(exchange: Exchange, read: HttpCall, writer_type: type[Writer]) -> Ask
 
 
 def unknown_to_template(call: Call, catalog: ModelCatalog) -> list[str]:
-    """The members of a request that the chat template of its model does not read."""
+    """Returns the members of a request that the chat template of its model does not read."""
     if not call.template_fields:
         return []
     try:
@@ -104,7 +104,7 @@ def _read_permission(exchange: Exchange, call: Call) -> None:
 
 
 def _deadline(exchange: Exchange, request: RequestBody) -> Deadline | None:
-    """The deadline of body or header; None: the server's. Raises InvalidRequest if both are given and differ."""
+    """Returns the deadline of body or header; None: the server's. Raises InvalidRequest if the two differ."""
     named_ms = request.request_timeout_ms
     if named_ms is not None:
         check_integer(named_ms, "request_timeout_ms", minimum=1, maximum=MAX_MS)
@@ -119,7 +119,7 @@ def _deadline(exchange: Exchange, request: RequestBody) -> Deadline | None:
 
 
 def _service_class(call: Call, exchange: Exchange) -> str:
-    """The class of the body or the header. Raises InvalidRequest if both are given and differ."""
+    """Returns the class of the body or the header. Raises InvalidRequest if both are given and differ."""
     named = exchange.header(b"x-service-class").strip().lower()
     if named and call.service_class and named != call.service_class:
         raise InvalidRequest("service_class and X-Service-Class differ", field="service_class", code="invalid_value")

@@ -42,7 +42,7 @@ class ApiPages:
         self._created_unix_s = int(time.time())
 
     def routes(self) -> list[BaseRoute]:
-        """The pages' routes. Each finds the caller's key in the request's state."""
+        """Returns the pages' routes. Each finds the caller's key in the request's state."""
         return [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -62,7 +62,7 @@ class ApiPages:
         return json_response(self._model(name, catalog.resolve(name)))
 
     def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
-        """A model under one of its names; `root` is its own."""
+        """Returns a model under one of its names; `root` is its own."""
         return {
             "id": name,
             "object": "model",
@@ -91,7 +91,7 @@ class ClusterPage:
         self._troubles = troubles
 
     def document(self) -> dict[str, Any]:
-        """The page as a JSON object."""
+        """Returns the page as a JSON object."""
         requests, topology, store = self._requests, self._topology, self._store
         circuits = requests.circuits()
         return {
@@ -132,11 +132,11 @@ class OperatorPages:
         self._port = port
 
     def is_open(self, path: str) -> bool:
-        """Whether a page says nothing about a cluster, so that it needs no key."""
+        """Returns whether a page says nothing about a cluster, so that it needs no key."""
         return path in OPEN_PATHS or self._dashboard.is_open(path)
 
     def routes(self, *, has_api: bool) -> list[BaseRoute]:
-        """The pages' routes. `has_api`: the API is served beside them, at the same address."""
+        """Returns the pages' routes. `has_api`: the API is served beside them, at the same address."""
         return [
             Route("/health", self._show_health),
             Route("/ready", self._show_readiness),
@@ -160,7 +160,7 @@ class OperatorPages:
 
 
 def json_response(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON document as an answer."""
+    """Returns a JSON document as an answer."""
     return Response(msgspec.json.encode(value), http_status, headers, media_type="application/json")
 
 

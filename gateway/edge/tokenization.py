@@ -105,7 +105,7 @@ class Tokenization:
     async def _encode_to_count(
         self, model: ServedModel, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, tenant: str
     ) -> list[int]:
-        """Token ids of a conversation from which nothing is generated, so that no model's context bounds it."""
+        """Returns the token ids of a conversation that is only counted, so that no model's context bounds it."""
         most = self._requests.catalog.max_tokenize_chars
         try:
             return await encode_conversation(model.tokenizer, messages, tools, max_chars=most, tenant=tenant)
@@ -118,6 +118,6 @@ class Tokenization:
 
 
 def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
-    """The request, and the tools that go with its messages."""
+    """Returns the request, and the tools that go with its messages."""
     request, _ = parse_members(body, TokenizeRequest)
     return request, None if request.messages is None else offered_tools(request.tools, None)

@@ -13,7 +13,7 @@ from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import Overloaded, RateLimited
 
 LONG_BODY_BYTES = 256 * 1024
-"""Longer ones are read in a thread: 8 MiB of empty objects take a second or more, and all streams would wait."""
+"""The longest body that the event loop reads itself: 8 MiB of empty objects would hold up all streams for 1 s."""
 SMALL_BODY_BYTES = 64 * 1024
 """A claim up to this size may take from the reserve."""
 RESERVE_PART = 8
@@ -55,7 +55,7 @@ class Bodies:
         return self._rest.tenant_bytes
 
     def claim(self, tenant: str = "", *, num_bytes: int = 0) -> "Claim":
-        """What one body holds, to be released by leaving its scope or by `Claim.release`.
+        """Returns the claim of one body, to be released by leaving its scope or by `Claim.release`.
 
         Raises RateLimited for bytes beyond the tenant's share and Overloaded for those beyond that of all.
         """
@@ -67,14 +67,14 @@ class Bodies:
     async def take(
         self, receive: Callable[["Claim"], Awaitable[bytes]], read: Callable[[bytes], T], *, tenant: str = ""
     ) -> T:
-        """What `read` makes of the body that `receive` gets. The memory is free again when `read` is over."""
+        """Returns what `read` makes of the body that `receive` gets. The memory is free again when `read` is over."""
         with self.claim(tenant) as claim:
             return await self.read(claim, receive, read)
 
     async def read(
         self, claim: "Claim", receive: Callable[["Claim"], Awaitable[bytes]], read: Callable[[bytes], T]
     ) -> T:
-        """What `read` makes of the body, with a claim that the caller keeps, such as until a text has become tokens.
+        """Returns what `read` makes of the body, and a claim that the caller keeps, such as until texts are tokens.
 
         `receive` adds the bytes to the claim as they come, which raises for those that find no room. What a client
         announces takes none: it may never come.

@@ -52,7 +52,7 @@ class Hosts:
         self._suffixes = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
 
     def allows(self, host: str) -> bool:
-        """Whether a request with this Host, which may have a port, is meant for us."""
+        """Returns whether a request with this Host, which may have a port, is meant for us."""
         if self.is_any:
             return True
         name = host.lower()
@@ -168,7 +168,7 @@ class BrowserGuard:
 
 
 def _preflight(headers: dict[bytes, bytes]) -> Response:
-    """What a browser is told that asks before it sends a page's request."""
+    """Returns the answer to a browser that asks before it sends a page's request."""
     answer = Response(status_code=204)
     asked = headers.get(b"access-control-request-headers", b"")
     if _HEADER_NAMES.fullmatch(asked):
@@ -183,7 +183,7 @@ def _preflight(headers: dict[bytes, bytes]) -> Response:
 
 
 def _is_same(origin: bytes, host: bytes) -> bool:
-    """Whether a page comes from where it sends its request. A proxy may have taken its TLS away."""
+    """Returns whether a page sends its request to its own site. A proxy may have terminated its TLS."""
     scheme, _, site = origin.decode("latin-1").lower().partition("://")
     default_port = _DEFAULT_PORTS.get(scheme)
     if default_port is None:

@@ -32,7 +32,7 @@ class Connection:
         self._protocol = protocol
 
     def can_write(self) -> bool:
-        """Whether `write_chunk` may be called, by the answer that is being sent: the client takes what it gets."""
+        """Returns whether the answer being sent may call `write_chunk`: the client takes what it gets."""
         protocol = self._protocol
         return protocol is not None and not protocol.flow.write_paused and not protocol.transport.is_closing()
 
@@ -42,7 +42,7 @@ class Connection:
         self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def lose(self) -> None:
-        """The client has gone, or gets no further answer. The request no longer keeps the connection in memory."""
+        """Notes that the client has left, or gets no further answer; the request lets go of the connection."""
         self.is_lost = True
         self._protocol = None
         if self.on_lost is not None:
@@ -50,13 +50,13 @@ class Connection:
 
 
 def connection_of(scope: MutableMapping[str, Any]) -> Connection:
-    """The connection that a request came on."""
+    """Returns the connection that a request came on."""
     connection: Connection = scope["extensions"][EXTENSION]["connection"]
     return connection
 
 
 def in_process_scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """The scope of a request that came on no connection: its client never leaves, but its task may be cancelled."""
+    """Returns the scope of a request without a connection: no client leaves it, but its task may be cancelled."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -111,11 +111,11 @@ class Connections:
         self.max_connections = max_connections
         self.num_open = 0
         self.num_ended = 0
-        """Idle ones that were ended for new ones."""
+        """The number of idle connections that were ended for new ones."""
         self.num_refused = 0
-        """New ones that were refused, as no other was idle."""
+        """The number of new connections that were refused because no other was idle."""
         self.is_leaving = False
-        """Each connection ends with its next answer, which says so: its client then makes another one, elsewhere."""
+        """Whether each connection ends with its next answer, which says so, and its client connects elsewhere."""
         self.unread = Budget(MAX_UNREAD_BYTES)
         self.later = Budget(MAX_LATER_BYTES)
         self.turns = ReadingTurns()
@@ -123,7 +123,7 @@ class Connections:
         self._idle: dict[Abortable, None] = {}
 
     def enter(self, one: Abortable) -> bool:
-        """A connection was made, and is idle. Returns False if it has no room; `leave` is to be called all the same."""
+        """Adds a new, idle connection. Returns False if it has no room; `leave` has to be called all the same."""
         has_room = self.num_open < self.max_connections or self._end_oldest()
         self.num_open += 1
         if has_room:
@@ -133,17 +133,17 @@ class Connections:
         return has_room
 
     def leave(self, one: Abortable) -> None:
-        """A connection has ended."""
+        """Removes a connection that has ended."""
         self.num_open -= 1
         self.mark_busy(one)
 
     def mark_busy(self, one: Abortable) -> None:
-        """The head of a request has come."""
+        """Notes that the head of a request has arrived."""
         if self._idle.pop(one, self) is self:
             self._silent.pop(one, None)
 
     def mark_idle(self, one: Abortable) -> None:
-        """A request and its answer are complete."""
+        """Notes that a request and its answer are complete."""
         self._idle[one] = None
 
     def _end_oldest(self) -> bool:

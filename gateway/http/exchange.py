@@ -36,7 +36,7 @@ MIN_BODY_BYTES_PER_S = 16 * 1024
 """The least rate of a body that holds more than a small one may, looked at every BODY_LOOK_S."""
 BODY_LOOK_S = 5.0
 SLOW_CLIENT_LIMIT_S = 30.0
-"""How long a client may take nothing until it is dropped."""
+"""The time after which a client that takes nothing is dropped."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.has_started = False
         self.is_unread = True
-        """The end of the body was not seen yet."""
+        """Whether the end of the body has not been seen yet."""
         self.headers: HeaderPairs = scope["headers"]
         self._first_values = dict(reversed(self.headers))
         self._connection = connection_of(scope)
@@ -77,20 +77,20 @@ class Exchange:
         self._slow_body = ""
 
     def header(self, name: bytes) -> str:
-        """The value of a header, or an empty text."""
+        """Returns the value of a header, or an empty text."""
         return self.optional_header(name) or ""
 
     def joined(self, name: str) -> str:
-        """The values of a header, with commas between them."""
+        """Returns the values of a header, with commas between them."""
         return ",".join(self.all_headers(name.encode()))
 
     def optional_header(self, name: bytes) -> str | None:
-        """The value of a header; None if it is absent."""
+        """Returns the value of a header; None if it is absent."""
         value = self._first_values.get(name)
         return None if value is None else value.decode("latin-1")
 
     def all_headers(self, name: bytes) -> list[str]:
-        """All values of a header."""
+        """Returns all values of a header."""
         return header_values(self.headers, name)
 
     def add_limits(self, ticket: TenantTicket | None) -> None:
@@ -109,7 +109,7 @@ class Exchange:
         self._answer_headers.append((name, value.encode("latin-1")))
 
     async def read_body(self, claim: Claim) -> bytes:
-        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed.
+        """Returns the whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed.
 
         It has MAX_BODY_READ_S to come. One that holds more than a small body may has to come at a least rate too.
         """
@@ -177,7 +177,7 @@ class Exchange:
         self._sending_since_s = None
 
     def can_send_event_now(self) -> bool:
-        """Whether `send_event_now` may be called: the answer has begun, and nothing waits to be sent before it."""
+        """Returns whether `send_event_now` may be called: the answer has begun, and nothing waits before it."""
         return self.has_started and self._connection.can_write()
 
     def send_event_now(self, event: bytes) -> None:
@@ -310,7 +310,7 @@ def _error_body(error: BaseException) -> bytes:
 
 
 def header_values(headers: HeaderPairs, name: bytes) -> list[str]:
-    """All values of a header."""
+    """Returns all values of a header."""
     return [value.decode("latin-1") for key, value in headers if key == name]
 
 
@@ -332,6 +332,6 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
 
 
 def error_answer(error: Exception) -> Response:
-    """The answer to an error, for routes that are Starlette's."""
+    """Returns the answer to an error, for routes that are Starlette's."""
     headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
     return Response(_error_body(error), _http_status(error), headers, media_type="application/json")

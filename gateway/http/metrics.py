@@ -17,7 +17,7 @@ class HttpUse(Collector):
         self._bodies = bodies
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape gets."""
+        """Returns what a scrape gets."""
         connections, bodies = self._connections, self._bodies
         num_open, num_cut, num_bytes, num_refused = self.describe()
         num_open.add_metric((), connections.num_open)
@@ -31,7 +31,7 @@ class HttpUse(Collector):
         return num_open, num_cut, num_bytes, num_refused
 
     def describe(self) -> tuple[GaugeMetricFamily, CounterMetricFamily, GaugeMetricFamily, CounterMetricFamily]:
-        """The names, for the registry."""
+        """Returns the names, for the registry."""
         return (
             GaugeMetricFamily("tandem_http_connections", "Connections of the HTTP API now."),
             CounterMetricFamily(

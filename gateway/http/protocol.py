@@ -18,16 +18,16 @@ from gateway.http.connections import EXTENSION, Connection, Connections
 from gateway.http.reading_turns import Flow
 
 MAX_HEAD_BYTES = 16 * 1024
-"""Request line and headers together."""
+"""The most for request line and headers together."""
 MAX_HEADERS = 100
 MAX_FRAMING_BYTES = 16 * 1024
-"""Sizes and extensions of chunks, and trailers, of one body, beyond what its chunks may need."""
+"""The most for sizes and extensions of chunks, and trailers, of one body, beyond what its chunks may need."""
 FRAMING_BYTES_PER_BODY_BYTE = 8
-"""What chunks may need: those of one byte have five bytes around it."""
+"""The overhead that chunks may need: one of one byte has five bytes around it."""
 MAX_LATER_BYTES = 256 * 1024
 """The most for requests that a client sends before the answer to an earlier one is complete: about one read."""
 HEAD_TIMEOUT_S = 30.0
-"""From the beginning of a connection, or of a later request, to the end of the request's head."""
+"""The time from the beginning of a connection, or of a later request, to the end of the request's head."""
 LINGER_S = 2.0
 """Time in which the rest of a refused request is read and dropped: closing at once would reset the connection before
 the client has read why."""
@@ -74,25 +74,25 @@ class HttpProtocol(HttpToolsProtocol):
         self._all = connections
         self._connection = Connection(self)
         self._is_in_head = False
-        """A head has begun, and is not complete."""
+        """Whether a head has begun and is not complete."""
         self._is_in_message = False
-        """A head is complete, and its body is not."""
+        """Whether a head is complete and its body is not."""
         self._num_head_bytes = 0
         self._tail = b""
-        """The last bytes parsed of what is searched for its end."""
+        """The last parsed bytes of the part whose end is searched for."""
         self._body_left_bytes = -1
         """What is left of a body whose length was told; -1: it comes in chunks."""
         self._num_body_bytes = 0
         self._framing_room_bytes = 0
         self._later = b""
         self._is_deaf = False
-        """Whatever comes is dropped: the connection ends with the present answer."""
+        """Whether all further input is dropped, because the connection ends with the present answer."""
         self._refusal = NOT_HTTP
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; the head of its first request is expected."""
+        """Takes a new connection, from which the head of its first request is expected."""
         super().connection_made(transport)
         self.flow = Flow(transport)
         if self._all.enter(self):
@@ -101,7 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone. Everything that it made us hold is free now, or when its request has ended."""
+        """Frees everything that a client which has left made us hold, at once or when its request has ended."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._end_head_timer()
@@ -120,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a client, which are parsed where it is their turn."""
+        """Takes bytes of a client, and parses them if it is their turn."""
         self._unset_keepalive_if_required()
         if self._is_deaf:
             self._all.turns.note_read(self.flow, len(data), is_wanted=False)
@@ -153,11 +153,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def _is_answer_owed(self) -> bool:
-        """Whether a whole request has come that is not answered."""
+        """Returns whether a whole request has come that is not answered."""
         return self.cycle is not None and not self._is_in_message and not self.cycle.response_complete
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Where parsing has to stop, so that no message is begun in the same go in which another ends."""
+        """Returns where parsing has to stop, so that no message begins in the same step in which another ends."""
         if not self._is_in_message:
             end = self._end_after(_HEAD_END, data, start)
             self._num_head_bytes += end - start
@@ -169,7 +169,7 @@ class HttpProtocol(HttpToolsProtocol):
         return min(len(data), start + self._body_left_bytes)
 
     def _end_after(self, mark: bytes, data: bytes, start: int) -> int:
-        """The end of the next mark, which may have begun in bytes before these; or of the data."""
+        """Returns the end of the next mark, which may have begun in bytes before these; or of the data."""
         keep = len(mark) - 1
         found = (self._tail + data[start : start + keep]).find(mark) if self._tail else -1
         if found >= 0:
@@ -193,7 +193,7 @@ class HttpProtocol(HttpToolsProtocol):
                 raise self._refused(MUCH_FRAMING)
 
     def _parse(self, data: bytes) -> bytes | None:
-        """Parses; what is left of it after a head that wishes for another protocol, which is read without the wish."""
+        """Parses. Returns what is left after a head that asks for another protocol, which is ignored."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -209,14 +209,14 @@ class HttpProtocol(HttpToolsProtocol):
         return None
 
     def _should_upgrade(self) -> bool:
-        """Whether a head for which httptools, which then skips the body, sees an upgrade is to be read again.
+        """Returns whether a head for which httptools, which then skips the body, sees an upgrade is to be read again.
 
         uvicorn begins no request for it then. CONNECT is such a head too, and refused as it is.
         """
         return bool(self.parser.get_method() != b"CONNECT")
 
     def on_message_begin(self) -> None:
-        """Httptools has the first byte of a request."""
+        """Takes note of a request's first byte, from httptools."""
         if self.cycle is not None and not self.cycle.response_complete:
             # After trailers or extensions the end of the body was not found; a client may send this again.
             self._end_with_answer()
@@ -227,7 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_left_bytes = -1
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Httptools has a header, or a trailer."""
+        """Takes a header or a trailer from httptools."""
         if not self._is_in_head:
             return  # a trailer: what a proxy looked at in the head must not come again here (RFC 9110, 6.5.1)
         if len(self.headers) >= MAX_HEADERS:
@@ -240,7 +240,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Httptools has a head: its application begins."""
+        """Starts the application of a request whose head is complete."""
         self._end_head_timer()
         self._is_in_head = False
         self._num_head_bytes = 0
@@ -282,7 +282,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, self.app)
 
     def on_body(self, body: bytes) -> None:
-        """Httptools has a piece of a body."""
+        """Takes a piece of a body from httptools."""
         num_bytes = len(body)
         self._num_body_bytes += num_bytes
         if self._body_left_bytes > 0:
@@ -298,7 +298,7 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """Httptools has the end of a request."""
+        """Takes note of a request's end, from httptools."""
         if self.parser.should_upgrade() and self._should_upgrade():
             return
         self._is_in_message = False
@@ -312,7 +312,7 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def on_response_complete(self) -> None:
-        """The answer is complete: what came after the request is parsed now."""
+        """Parses what came after a request whose answer is complete."""
         self._drop_body(self.cycle)
         super().on_response_complete()
         if self.transport.is_closing():
@@ -341,7 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
         return later
 
     def _drop_body(self, cycle: "_Cycle") -> None:
-        """What came of a body that nobody will ask for."""
+        """Drops what has arrived of a body that will not be asked for."""
         self._all.unread.give(len(cycle.body))
         cycle.body = bytearray()
 
@@ -418,10 +418,10 @@ class _Cycle(RequestResponseCycle):
 
     unread: Any
     is_wanted = False
-    """The application has asked for the body."""
+    """Whether the application has asked for the body."""
 
     async def receive(self) -> Any:
-        """As uvicorn's. Reading continues only for a body: what comes after it has to wait for the answer."""
+        """Receives as uvicorn's does, but reads only a body: what comes after it has to wait for the answer."""
         self.is_wanted = True
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

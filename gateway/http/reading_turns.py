@@ -14,9 +14,9 @@ BYTES_PER_S = 64 * 2**20
 BURST_S = 0.05
 """As much as the rate gives in this time may come at once after a pause."""
 MIN_READ_BYTES = 4 * 1024
-"""What a read counts at least: a byte costs the loop nearly as much."""
+"""The least that a read counts: a byte costs the loop nearly as much."""
 TURN_S = 1e-3
-"""Least time between two turns: what was read in the first is known before the second."""
+"""The least time between two turns, so that what was read in the first is known before the second."""
 
 
 class Flow(FlowControl):
@@ -39,12 +39,12 @@ class Flow(FlowControl):
             super().resume_reading()
 
     def lose_turn(self) -> None:
-        """It has to wait until `gain_turn`."""
+        """Makes the reader wait until `gain_turn`."""
         self._has_turn = False
         super().pause_reading()
 
     def gain_turn(self) -> None:
-        """It may read on where the protocol wishes it."""
+        """Lets the reader continue if the protocol wishes it."""
         self._has_turn = True
         if self._is_wished:
             super().resume_reading()
@@ -56,7 +56,7 @@ class ReadingTurns:
     def __init__(self, bytes_per_s: float = BYTES_PER_S) -> None:
         self._bytes_per_s = bytes_per_s
         self._paid_until_s = 0.0
-        """Until when what was read takes the rate."""
+        """The time until which the rate is spent on what was read."""
         self._wanted: dict[Flow, None] = {}
         self._dropped: dict[Flow, None] = {}
         self._timer: asyncio.TimerHandle | None = None

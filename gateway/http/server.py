@@ -130,7 +130,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Nobody can connect before it listens, and then only this user can. What is left of a process that died goes."""
+    """Binds a socket that only this user can connect to once it listens. Removes what a dead process has left."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _is_answered(path):
@@ -145,7 +145,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _is_answered(path: Path) -> bool:
-    """Whether a process listens on a Unix socket."""
+    """Returns whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         try:
             caller.connect(str(path))

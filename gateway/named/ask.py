@@ -53,7 +53,7 @@ class Ask:
         return self.call is None or self.positions is not None or self.next_index is not None
 
     def positions_in(self, num_answers: int) -> list[Position]:
-        """The position in each answer from which the client reads.
+        """Returns the position in each answer from which the client reads.
 
         Raises InvalidRequest if the position belongs to another number of answers.
         """
@@ -143,22 +143,22 @@ def ask_to_resume(
 
 
 def journal_name(tenant: str, request_id: str) -> str:
-    """The name under which the journal of this request is kept."""
+    """Returns the name under which the journal of this request is kept."""
     return name_of("request", tenant, request_id)
 
 
 def another_request() -> InvalidRequest:
-    """The error for a Last-Event-ID that names another request than the client asks for."""
+    """Returns the error for a Last-Event-ID that names another request than the client asks for."""
     return event_id_error("it is of another request")
 
 
 def several_answers() -> InvalidRequest:
-    """The error for a place in the answer of a request that has several."""
+    """Returns the error for a place in the answer of a request that has several."""
     return InvalidRequest("the request has several answers, and next_index is of a single one", field="next_index")
 
 
 def conflict() -> TandemError:
-    """The error for a name that belongs to a request with another body."""
+    """Returns the error for a name that belongs to a request with another body."""
     return AlreadyExists(
         "another request was made with the same name and a different body",
         field="Idempotency-Key",
@@ -167,12 +167,12 @@ def conflict() -> TandemError:
 
 
 def not_known() -> InvalidRequest:
-    """The error for a request that cannot be continued, because neither this gateway nor Redis knows it."""
-    return NotFound("nothing is known of this request, or not any more", field="request_id", code="stream_not_found")
+    """Returns the error for a request that cannot be continued, because neither this gateway nor Redis knows it."""
+    return NotFound("this request is not known, or no longer known", field="request_id", code="stream_not_found")
 
 
 def _positions_after(last_event_id: str, call: Call) -> list[Position]:
-    """The position that an event id names. A call with an idempotency key takes its request id from there."""
+    """Returns the position that an event id names. A call with an idempotency key takes its request id from there."""
     named_id, positions = parse_event_id(last_event_id)
     if call.idempotency_key:
         call.request_id = named_id

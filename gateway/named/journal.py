@@ -62,12 +62,12 @@ _MAX_EVENT_ID_CHARS = 64 + 1 + MAX_SEQUENCES * 12
 
 
 def event_id(request_id: str, positions: Sequence[Position]) -> str:
-    """The id of an event: after it the client has each answer up to these positions, such as `abc/12,7f,-`."""
+    """Returns the id of an event: after it the client has each answer up to these positions, such as `abc/12,7f,-`."""
     return f"{request_id}/{','.join(map(_position_text, positions))}"
 
 
 def parse_event_id(text: str) -> tuple[str, list[Position]]:
-    """Request id and positions. Raises InvalidRequest for what `event_id` cannot have written."""
+    """Returns request id and positions. Raises InvalidRequest for what `event_id` cannot have written."""
     request_id, slash, positions = text.partition("/")
     if not slash or len(text) > _MAX_EVENT_ID_CHARS:
         raise event_id_error("it is no id of an event of this server")
@@ -75,7 +75,7 @@ def parse_event_id(text: str) -> tuple[str, list[Position]]:
 
 
 def event_id_error(reason: str) -> InvalidRequest:
-    """The error for a Last-Event-ID after which nothing can be continued."""
+    """Returns the error for a Last-Event-ID after which nothing can be continued."""
     return InvalidRequest(f"Last-Event-ID cannot be used: {reason}", field="Last-Event-ID", code="invalid_event_id")
 
 
@@ -158,7 +158,7 @@ class AnswerReader:
             yield from self._end()
 
     def _skip(self) -> None:
-        """Reads what the client has."""
+        """Skips what the client has."""
         token_ids = self._answer.token_ids
         target = self._skips_to.num_tokens
         if self._num_read < target:
@@ -167,7 +167,7 @@ class AnswerReader:
             is_beyond = self._num_read < target
             is_early_end = self._skips_to.shown > Shown.TOKENS and target < len(token_ids)
             if is_beyond or is_early_end:
-                raise InvalidRequest("the answer does not have the position to go on from", code="invalid_event_id")
+                raise InvalidRequest("the answer does not have the position to continue from", code="invalid_event_id")
 
     def _next_tokens(self) -> Delta:
         answer, first = self._answer, self._num_read
@@ -189,7 +189,7 @@ class AnswerReader:
             yield Delta(num_tokens, [], "", None, self._answer.finish_reason, self._answer.usage)
 
     def _push(self, token_ids: Sequence[int]) -> str:
-        """One by one: what a token shows at once may depend on which tokens come together with it."""
+        """Adds tokens one by one: what a token shows at once may depend on which tokens come together with it."""
         pieces = []
         for token_id in token_ids:
             taken = self._text.push((token_id,))
@@ -239,7 +239,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
-    """The call without its tokens, for `services.cluster.journals`."""
+    """Returns the call without its tokens, for `services.cluster.journals`."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
     samplings: list[Sampling] = []
@@ -268,7 +268,7 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
 
 
 def _place_of(sampling: Sampling, samplings: list[Sampling]) -> int:
-    """Where this sampling, whatever its seed, is among those; it is added if it is new."""
+    """Returns the index of this sampling, apart from its seed, among those; it is added if it is new."""
     unseeded = msgspec.structs.replace(sampling, seed=0)
     # Answers of one call have the same sampling, except that prompts leave them room of different sizes.
     for place in range(len(samplings) - 1, -1, -1):
@@ -279,7 +279,7 @@ def _place_of(sampling: Sampling, samplings: list[Sampling]) -> int:
 
 
 def _sampling_of(choice: _ChoiceDocument, samplings: Sequence[Sampling]) -> Sampling:
-    """The sampling of one answer. Raises IndexError for a place that there is not."""
+    """Returns the sampling of one answer. Raises IndexError for an index that does not exist."""
     if isinstance(choice.sampling, Sampling):
         return choice.sampling
     if choice.sampling < 0:
@@ -288,7 +288,7 @@ def _sampling_of(choice: _ChoiceDocument, samplings: Sequence[Sampling]) -> Samp
 
 
 def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | None:
-    """The call, without remaining time, and when it was created (unix s); None for what `encode_call` never made."""
+    """Returns the call without remaining time, and when it was created (unix s); None for what is not a call."""
     try:
         document = msgspec.msgpack.decode(packed, type=_CallDocument)
         choices = [
@@ -313,7 +313,7 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
 
 
 def cost_of_call(call: StoredCall) -> int:
-    """What a call's prompts and samplings take in memory, in bytes, about; what answers share counts once."""
+    """Returns what a call's prompts and samplings take in memory, in bytes, about; what answers share counts once."""
     prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in call.choices}
     forms = {id(choice.sampling.form): choice.sampling.form for choice in call.choices}
     biases = {id(choice.sampling.logit_bias): len(choice.sampling.logit_bias) for choice in call.choices}
@@ -323,14 +323,14 @@ def cost_of_call(call: StoredCall) -> int:
 
 
 def encode_end(answer: Answer) -> bytes:
-    """How a finished answer ended."""
+    """Returns how a finished answer ended."""
     assert answer.finish_reason is not None
     assert answer.usage is not None
     return msgspec.msgpack.encode(_EndDocument(len(answer.token_ids), answer.finish_reason, answer.usage))
 
 
 def restore(token_ids: list[int], end: bytes) -> Answer:
-    """An answer as it was kept; what does not fit together counts as not ended."""
+    """Returns an answer as it was kept; what does not fit together counts as not ended."""
     answer = Answer()
     answer.token_ids = token_ids
     if end:
@@ -344,12 +344,12 @@ def restore(token_ids: list[int], end: bytes) -> Answer:
 
 
 def name_of(kind: str, *parts: str) -> str:
-    """32 hex digits that name these parts, whatever characters they have."""
+    """Returns 32 hex digits that name these parts, whatever characters they have."""
     return digest_of(kind, *parts)[:32]
 
 
 def digest_of(kind: str, *parts: str | bytes) -> str:
-    """64 hex digits; different parts have different ones."""
+    """Returns 64 hex digits; different parts have different ones."""
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         content = part.encode() if isinstance(part, str) else part

@@ -48,15 +48,15 @@ class Journal:
     """Names the span of the last known generation, here or elsewhere; empty: it has none."""
     task: "asyncio.Task[None] | None" = None
     is_stopping: bool = False
-    """The task was told to end, and its tokens will not come."""
+    """Whether the task was told to end, so that its tokens will not come."""
     error: BaseException | None = None
     """What ended the last generation."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it is known which model answers, or that none does; no reader looks before."""
+    """An event that is set while it is known which model answers, or that none does; readers wait for it."""
     readers: "set[asyncio.Event]" = field(default_factory=set)
     num_users: int = 0
-    """Clients that are attached or about to be."""
+    """The number of clients that are attached or about to be."""
 
     @property
     def is_finished(self) -> bool:
@@ -142,7 +142,7 @@ class Journal:
             )
 
     def choices_with_tokens(self) -> list[StoredChoice]:
-        """The call's answers, each with the tokens after which it continues."""
+        """Returns the call's answers, each with the tokens after which it continues."""
         assert self.call is not None
         return [
             msgspec.structs.replace(choice, emitted_token_ids=tuple(answer.token_ids))
@@ -150,7 +150,7 @@ class Journal:
         ]
 
     def note_trace(self, told: str) -> bool:
-        """A generation with this span begins; the next one continues it. Returns whether the record has changed."""
+        """Notes the span of a generation that begins, for the next to continue. Returns whether the record changed."""
         if not told or told == self.traceparent:
             return False
         self.traceparent = told
@@ -202,7 +202,7 @@ class Journal:
         self.continue_record(held)
 
     def continue_record(self, held: Held) -> None:
-        """From now on the record continues what Redis holds."""
+        """Has the record continue what Redis holds."""
         record = self.record
         assert record is not None
         record.life, record.epoch = held.life, held.epoch
@@ -213,7 +213,7 @@ class Journal:
         record.written_ends = [False] * len(held.ends)
 
     def _note_layout(self, choice: int, layout: str) -> None:
-        """An answer has begun with these weights; what is written of it from here on says so."""
+        """Notes the weights with which an answer has begun, which its record names from here on."""
         call, record = self.call, self.record
         assert call is not None
         assert record is not None
@@ -228,7 +228,7 @@ class Journal:
 
 
 def read_held(held: Held) -> tuple[StoredCall, list[Answer], int]:
-    """The call, its answers so far and when it was created (Unix s). Raises UnusableError for what is not a journal.
+    """Returns the call, its answers so far and its creation (Unix s). Raises UnusableError for what is no journal.
 
     The answers are those that can be continued: one with log-probabilities, which Redis does not have, starts anew.
     """
@@ -247,5 +247,5 @@ def _answers_of(choices: Sequence[StoredChoice], held: Held) -> list[Answer]:
 
 
 def _end_of(answer: Answer, sampling: Sampling) -> bytes:
-    """What is written of an answer's end; empty for one whose tokens are not written."""
+    """Returns what is written of an answer's end; empty for one whose tokens are not written."""
     return encode_end(answer) if answer.is_finished and sampling.logprobs is None else b""

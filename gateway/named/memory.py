@@ -79,7 +79,7 @@ class JournalMemory(Generic[Entry]):
                 self._kept_by_tenant[tenant] += num_bytes - before
 
     def keep(self, entry: Entry) -> None:
-        """Nobody reads it. The oldest of the tenant that keeps most are forgotten where all take too much."""
+        """Keeps an entry without readers. If all take too much, the oldest of the largest tenant are forgotten."""
         if entry not in self._costs:
             return
         tenant, num_bytes = self._costs[entry]
@@ -90,7 +90,7 @@ class JournalMemory(Generic[Entry]):
             self._forget_oldest(self._largest_keeper())
 
     def use(self, entry: Entry) -> None:
-        """Somebody reads it."""
+        """Counts an entry as in use, because it has a reader."""
         tenant, num_bytes = self._costs.get(entry, ("", 0))
         kept = self._kept.get(tenant)
         if kept is not None and kept.pop(entry, None) is not None:
@@ -99,13 +99,13 @@ class JournalMemory(Generic[Entry]):
                 del self._kept[tenant]
 
     def drop(self, entry: Entry) -> None:
-        """Counts it no longer."""
+        """Stops counting an entry."""
         self.use(entry)
         tenant, num_bytes = self._costs.pop(entry, ("", 0))
         self._subtract(self._by_tenant, tenant, num_bytes)
 
     def forget_older(self, seconds: float) -> None:
-        """Forgets what nobody has read for longer than that."""
+        """Forgets entries that have not been read for longer than that."""
         before_s = time.monotonic() - seconds
         for tenant in list(self._kept):
             while tenant in self._kept and next(iter(self._kept[tenant].values())) < before_s:

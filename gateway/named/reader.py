@@ -51,7 +51,7 @@ class Reader:
         ]
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """What comes after the reader's position until all answers are complete; use with `contextlib.aclosing`.
+        """Yields what comes after the reader's position until all answers are complete; use with `contextlib.aclosing`.
 
         Raises what ended the generation, DeadlineExceeded when this reader's own deadline has passed, and
         InvalidRequest for a position that the answers do not have.
@@ -90,7 +90,7 @@ class Reader:
                 timer.cancel()
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
-        """(usage, prompt) of each answer, once all are complete."""
+        """Returns (usage, prompt) of each answer, once all are complete."""
         prompts = [generation.prompt_token_ids for generation in self.generations]
         return [
             (answer.usage, prompt)
@@ -109,5 +109,5 @@ class Reader:
 
 
 def deadline_passed() -> TandemError:
-    """The error for a client whose own deadline has passed; the generation may continue for others."""
+    """Returns the error for a client whose own deadline has passed; the generation may continue for others."""
     return DeadlineExceeded("the request's deadline passed")

@@ -127,7 +127,7 @@ class Journals:
             self._leave(journal)
 
     def _find(self, ask: Ask) -> Journal:
-        """The journal that the client means, or a new one in its place."""
+        """Returns the journal that the client means, or a new one in its place."""
         journal = self._journals.get(ask.name)
         if journal is not None:
             if ask.joins:
@@ -306,7 +306,7 @@ class Journals:
             return None
 
     def _call_to_settle(self, journal: Journal, ask: Ask) -> Call | None:
-        """The call as its client sent it again, if it is still open which model answers: no client has a token."""
+        """Returns the call as its client sent it again; None once a client may have a token of one model's answer."""
         assert journal.call is not None
         is_open = not journal.call.is_settled and not any(answer.token_ids for answer in journal.answers)
         return ask.call if is_open and not ask.is_continuation else None
@@ -407,7 +407,7 @@ class Journals:
         journal.settled.set()
 
     def _stored(self, accepted: AcceptedCall) -> StoredCall:
-        """The call as it is kept. The weights that will answer are nearly always known; else the first token tells."""
+        """Returns the call as it is kept. Where the weights that will answer are not known, the first token tells."""
         stored, layout = accepted.to_stored(), self._requests.only_identity(accepted.model)
         choices = [msgspec.structs.replace(choice, layout=choice.layout or layout) for choice in stored.choices]
         return msgspec.structs.replace(stored, choices=choices)
@@ -420,7 +420,7 @@ class Journals:
         """Ends a request that another gateway has continued."""
         for task, journal in list(self._tasks.items()):
             if journal.record is record and journal.is_running:
-                journal.error = WorkerUnavailable("the request goes on at another gateway", retry_after_s=RETRY_AFTER_S)
+                journal.error = WorkerUnavailable("the request is at another gateway now", retry_after_s=RETRY_AFTER_S)
                 self._stop(journal, task)
 
     def _leave(self, journal: Journal) -> None:
@@ -473,7 +473,7 @@ class Journals:
 
 
 def _is_repeatable(call: Call) -> bool:
-    """Whether the call gives the same answer wherever and whenever it runs."""
+    """Returns whether the call gives the same answer wherever and whenever it runs."""
     sampling = call.sampling
     is_greedy = sampling.temperature is not None and sampling.temperature < GREEDY_TEMPERATURE
     return bool(call.idempotency_key) or sampling.seed is not None or is_greedy

@@ -1,7 +1,8 @@
 """The requests that ended lately, as a gateway remembers them for the people who look at it: rows, and what happened.
 
-Bounded in number and in bytes; the oldest give way. There are names, counts and times here, never a prompt, an answer,
-a message of an error (which may quote a client) or a key. Knows neither HTTP nor whoever looks.
+The history is bounded in number and in bytes; the oldest requests are dropped first. It holds names, counts and times,
+never a prompt, an answer, an error message (which may quote a client) or a key. This module knows neither HTTP nor the
+readers.
 
 A row is what a list shows and what is searched. A story is the rest: when an answer's phases began, which workers its
 attempts went to, and what spoke for them. Stories are kept as JSON, so that the collector of garbage has nothing to
@@ -24,11 +25,11 @@ MAX_BYTES = 8 * 2**20
 ROW_BYTES = 1024
 """About what a row takes in memory, beside its story."""
 MAX_ANSWERS = 16
-"""Of one request; of further ones nothing is told."""
+"""The answers of one request that a story tells of; further ones are left out."""
 MAX_CHUNKS = 32
-"""Parts of one prompt."""
+"""The parts of one prompt that a story tells of."""
 MAX_STEPS = 64
-"""Changes of phase, and attempts, that are told of one answer."""
+"""The changes of phase, and the attempts, that a story tells of one answer."""
 
 _PARTS = {
     "prefill_queue_s": "prefill worker's queue",
@@ -43,7 +44,7 @@ _PARTS = {
     "decode_pressure_s": "decode worker's last pages",
     "decode_place_s": "decode worker's place",
 }
-"""Terms of a price (`services.scheduling.routing`) that are told, and their names."""
+"""The terms of a price (`services.scheduling.routing`) that a story tells, and their names."""
 
 
 class AttemptStory(msgspec.Struct, omit_defaults=True):
@@ -87,7 +88,7 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
 class AnswerStory(msgspec.Struct, omit_defaults=True):
     """One answer. `steps` are (phase, when it began); the last one lasts until `ended_us`.
 
-    `tpot_us`: mean time of a token after the first; 0: there was none.
+    `tpot_us` is the mean time of a token after the first; 0: no token came after it.
     """
 
     steps: list[tuple[str, int]]
@@ -101,7 +102,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
     def note_route(
         self, route: Route, rival: tuple[str, float] | None, *, prefill: str, began_us: int, placed_us: int
     ) -> None:
-        """Workers took it this way. `rival`: what came second, and its price in seconds."""
+        """Notes the route by which workers took it. `rival`: the worker that came second, and its price in seconds."""
         inputs = route.inputs
         costs_s = inputs.get("remote_cost_s"), inputs.get("local_cost_s")
         way_s, other_s = costs_s if route.is_remote else costs_s[::-1]
@@ -126,11 +127,11 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         self._add(attempt)
 
     def note_move(self, decode: str, at_us: int) -> None:
-        """It goes on at another decode worker, with its pages."""
+        """Notes that it continues at another decode worker, with its pages."""
         self._add(AttemptStory(at_us, at_us, decode, reason="move"))
 
     def note_prompt(self, prefill: str, waited_s: float) -> None:
-        """A prefill worker, or the decode worker itself, has computed the prompt, which had waited there so long."""
+        """Notes which worker has computed the prompt, and how long the prompt had waited there."""
         if self.attempts:
             self.attempts[-1].prefill = prefill
             self.attempts[-1].waited_us = _us(waited_s) or 0
@@ -144,7 +145,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         transport: str,
         chunks: Sequence[tuple[float, float, int]] = (),
     ) -> None:
-        """The decode worker of the last attempt has the pages. `chunks`: (when it began, how long it took, tokens)."""
+        """Notes the pages that the last decode worker has. `chunks`: (when each began, how long it took, tokens)."""
         if self.attempts:
             last = self.attempts[-1]
             last.num_pages, last.num_bytes, last.transport = num_pages, num_bytes, transport
@@ -152,12 +153,12 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             last.chunks = [(_us(began_s) or 0, _us(spent_s) or 0, num) for began_s, spent_s, num in chunks[:MAX_CHUNKS]]
 
     def predicted(self) -> AttemptStory | None:
-        """The attempt whose predictions the first tokens can be compared with: it is the only one."""
+        """Returns the only attempt, to compare its predictions with the first tokens; None: no such one exists."""
         first = self.attempts[0] if len(self.attempts) == 1 else None
         return first if first is not None and first.predicted_second_us and not first.failure else None
 
     def note_failure(self, reason: str) -> None:
-        """The last attempt has failed."""
+        """Notes that the last attempt has failed."""
         if self.attempts and not self.attempts[-1].failure:
             self.attempts[-1].failure = reason
 
@@ -223,7 +224,7 @@ class _Kept(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What words are looked for in."""
+        """The text that is searched for words."""
         row = self.row
         return (
             f"{row.request_id}\n{row.trace_id}\n{row.model}\n{row.tenant}\n{row.service_class}\n{row.outcome}\n"
@@ -244,10 +245,10 @@ class History:
     ) -> None:
         self.targets = targets or Targets()
         self.num_ended: Counter[str] = Counter()
-        """By outcome, and `good`: those that finished and met the targets."""
+        """The number of requests by outcome, and as `good` of those that finished and met the targets."""
         self.num_bytes = 0
         self.last_number = 0
-        """Of the request that was added last; 0: there was none."""
+        """The number of the request that was added last; 0: no request was."""
         self._clock = clock
         self._max_requests = max_requests
         self._max_bytes = max_bytes
@@ -258,7 +259,7 @@ class History:
         return len(self._kept)
 
     def note_end(self, outcome: str, answers: Sequence[AnswerStory]) -> bool:
-        """Counts a request that has ended, whether it is added or not. Whether it met the targets."""
+        """Counts a request that has ended, added or not. Returns whether it met the targets."""
         self.num_ended[outcome] += 1
         is_good = outcome == "finished" and all(map(self._is_in_time, answers))
         self.num_ended["good"] += is_good
@@ -282,7 +283,7 @@ class History:
             self.num_bytes -= ROW_BYTES + len(self._kept.popleft().story)
 
     def find(self, query: Query) -> tuple[list[Row], bool]:
-        """The rows that fit, latest first, at most `limit`; and whether there are more."""
+        """Returns the rows that fit, latest first, at most `limit`; and whether there are more."""
         found: list[Row] = []
         for row in self._matching(query):
             if len(found) >= query.limit:
@@ -291,7 +292,7 @@ class History:
         return found, False
 
     def story(self, request_id: str = "", *, number: int | None = None) -> tuple[Row, list[AnswerStory]] | None:
-        """The latest request with this id, or the one with this number; None: it is not known, or not any more."""
+        """Returns the latest request with this id, or the one with this number; None: unknown or no longer kept."""
         for kept in reversed(self._kept):
             if kept.row.number == number if number is not None else kept.row.request_id == request_id:
                 return kept.row, msgspec.json.decode(kept.story, type=list[AnswerStory])
@@ -314,7 +315,7 @@ class History:
                 yield row
 
     def _is_in_time(self, answer: AnswerStory) -> bool:
-        """Whether an answer met the targets; one that was begun elsewhere has no first token here."""
+        """Returns whether an answer met the targets; one that was begun elsewhere has no first token here."""
         ttft_s, itl_s = self.targets.ttft_s, self.targets.itl_s
         is_first_in_time = ttft_s is None or (answer.first_token_us or 0) <= ttft_s * 1e6
         return is_first_in_time and (itl_s is None or answer.tpot_us <= itl_s * 1e6)
@@ -335,7 +336,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def bars(answer: AnswerStory) -> list[Bar]:
-    """An answer's waterfall: its phases in order, without a gap, up to its end.
+    """Returns an answer's waterfall: its phases in order, without a gap, up to its end.
 
     The end of a wait in the queue is the phase `route` where workers were being asked; the beginning of `prefill` is
     `waiting` where the prompt waited in its worker.
@@ -372,7 +373,7 @@ def bars(answer: AnswerStory) -> list[Bar]:
 
 
 _REASONS = {
-    "no_prefill_worker": "no prefill worker was present, so the decode worker computed the prompt itself",
+    "no_prefill_worker": "no prefill worker was available, so the decode worker computed the prompt itself",
     "short_prompt": "the prompt has few enough tokens to compute (--local-prefill-tokens) for the decode worker itself",
     "long_prompt": "the prompt has more tokens to compute than decode workers do (--local-prefill-tokens)",
     "local_itl_too_long": "computing the prompt on the decode worker would have made its answers stutter",
@@ -383,7 +384,7 @@ _REASONS = {
 
 
 def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
-    """Why an attempt went where it went, in sentences without their full stops."""
+    """Returns why an attempt went where it went, in sentences without their full stops."""
     said = [_REASONS.get(attempt.reason, attempt.reason)]
     if attempt.way_us is not None and attempt.other_way_us is not None:
         other = "the decode worker itself" if attempt.is_remote else "a prefill worker"
@@ -398,7 +399,7 @@ def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
 
 
 def parts(attempt: AttemptStory) -> dict[str, int]:
-    """What the price was made of, in microseconds by name, the largest first; what was nothing is not there."""
+    """Returns the parts of the price, in microseconds by name, the largest first; without those that are 0."""
     by_size = sorted(attempt.parts_us.items(), key=lambda part: -part[1])
     return {_PARTS.get(name, name): spent_us for name, spent_us in by_size if spent_us}
 
@@ -408,7 +409,7 @@ def _has_all(text: str, words: Sequence[str]) -> bool:
 
 
 def _us(seconds: float | int | str | None) -> int | None:
-    """Nothing where workers say what cannot be."""
+    """Returns the time in microseconds; None where a worker reports an impossible one."""
     microseconds = math.nan if seconds is None else float(seconds) * 1e6
     return round(microseconds) if abs(microseconds) < 1e15 else None
 

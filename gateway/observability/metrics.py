@@ -49,7 +49,7 @@ DURATION_BUCKETS_S = (
     300,
     600,
 )
-"""Of whole requests and their phases; a request lasts 10 minutes at most unless `--max-request-s` says otherwise."""
+"""The buckets for requests and their phases; a request lasts 10 minutes at most, or `--max-request-s`."""
 WAIT_BUCKETS_S = (
     0.001,
     0.0025,
@@ -71,13 +71,13 @@ WAIT_BUCKETS_S = (
     10,
     20,
 )
-"""Of the wait for workers and for the first token; the last ones are `LONG_WAITS_S`."""
+"""The buckets for the wait for workers and for the first token; the last ones are `LONG_WAITS_S`."""
 LONG_WAITS_S = (40, 80, 160)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
-"""Of gaps between tokens; the last ones are `LONG_GAPS_S`. At 30 tokens a second a gap is 0.033 s."""
+"""The buckets for gaps between tokens; the last ones are `LONG_GAPS_S`. At 30 tokens a second a gap is 0.033 s."""
 LONG_GAPS_S = (0.5, 1, 2.5, 10)
 PREDICTION_BUCKETS = (0.1, 0.25, 0.5, 0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
-"""Of what was seen over what was predicted."""
+"""The buckets for what was measured, divided by what was predicted."""
 SIZE_BUCKETS_TOKENS = tuple(2**exponent for exponent in range(18))
 OUTCOMES = ("finished", "failed", "cancelled", "refused")
 PHASES = ("queue", "prefill", "transfer", "decode")
@@ -172,7 +172,7 @@ class Metrics:
         )
         self._prefix_hit_tokens = Counts(
             "tandem_prefix_hit_tokens",
-            "Of these, the tokens that were not computed because their pages were there.",
+            "Those prompt tokens that were not computed because their pages were found in a cache.",
             ("model",),
             fast,
         )
@@ -226,7 +226,7 @@ class Metrics:
             registry=registry,
         )
         self._sent_to: dict[tuple[str, str], Counter] = {}
-        """Its children: to find one by its labels takes longer than to count."""
+        """Its children, kept because finding one by its labels takes longer than counting."""
         self._handoffs_s = Distributions(
             "tandem_handoff_exposed_seconds",
             "Time of a handoff of pages that computing did not hide: from the seal to the commit.",
@@ -266,7 +266,7 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
-        # Without the tenant: whoever writes the file of keys may name thousands.
+        # Without a label for the tenant: a file of keys may name thousands of them.
         self._tenant_refusals = Counter(
             "tandem_tenant_refusals",
             "Calls refused for their tenant's limit: requests_per_minute, tokens_per_minute, concurrency, "
@@ -380,7 +380,7 @@ class Metrics:
         self._shown_vanished = dict.fromkeys(ROLES, 0)
 
     def of(self, model: str, service_class: str) -> RequestFigures:
-        """The figures of a model's requests of one class."""
+        """Returns the figures of a model's requests of one class."""
         key = (model, service_class)
         figures = self._figures.get(key)
         if figures is None:
@@ -388,18 +388,18 @@ class Metrics:
         return figures
 
     def note_placed(self, model: str, service_class: str, queue_s: float) -> None:
-        """Workers took an answer for the first time."""
+        """Notes that workers took an answer for the first time."""
         self.queue_s.labels(model, service_class).observe(queue_s)
 
     def note_first_token(self, model: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """The first token of an answer came, so it is known what of its prompt was cached."""
+        """Notes an answer's first token, with which it is known how much of its prompt was cached."""
         self._prefix_queried_tokens.labels(model).value += prompt_tokens
         self._prefix_hit_tokens.labels(model).value += cached_tokens
 
     def note_answer(
         self, model: str, service_class: str, *, prompt_tokens: int, tokens: int, finish_reason: str
     ) -> None:
-        """One answer ended, after so many tokens. No `finish_reason`: not well."""
+        """Notes that an answer ended, and after how many tokens. Without a `finish_reason` it failed."""
         figures = self.of(model, service_class)
         figures.prompt_size.observe(prompt_tokens)
         figures.size.observe(tokens)
@@ -416,55 +416,55 @@ class Metrics:
         total_s: float,
         phases_s: Mapping[str, float] | None = None,
     ) -> None:
-        """A request ended as one of OUTCOMES; `phases_s` None: no answer of it was begun."""
+        """Notes that a request ended as one of OUTCOMES; `phases_s` None: no answer of it was begun."""
         self.durations_s.labels(model, service_class, outcome).observe(total_s)
         for phase, seconds in (phases_s or {}).items():
             self.phases_s.labels(model, service_class, phase).observe(seconds)
 
     def note_handoff(self, model: str, transport: str, *, num_bytes: int, exposed_s: float) -> None:
-        """A decode worker has an answer's pages."""
+        """Notes that a decode worker has an answer's pages."""
         self._handoffs_s.labels(model).observe(exposed_s)
         known = transport if transport in ("none", "loopback", *TRANSPORTS) else "other"
         self._handoff_bytes.labels(model, known).value += num_bytes
 
     def note_prediction(self, model: str, token: str, predicted_s: float, seen_s: float) -> None:
-        """The `first` or `second` token of an answer came so long after its workers were chosen."""
+        """Notes how long after the choice of workers an answer's `first` or `second` token came."""
         if predicted_s > 0:
             self._predictions.labels(model, token).observe(seen_s / predicted_s)
 
     def note_retry(self, reason: str) -> None:
-        """An attempt failed of one of a few reasons, and the answer is tried again."""
+        """Notes that an attempt failed for one of a few reasons, and that the answer is tried again."""
         self._retries_by_reason.labels(reason).inc()
 
     def note_failover(self, model: str) -> None:
-        """An answer that had failed on its workers was taken again."""
+        """Notes that workers took an answer again after it had failed on others."""
         self._failovers.labels(model).inc()
 
     def note_sent(self, role: str, worker_id: str) -> None:
-        """A worker took an attempt."""
+        """Notes that a worker took an attempt."""
         sent = self._sent_to.get((role, worker_id))
         if sent is None:
             sent = self._sent_to[role, worker_id] = self._sent.labels(role, worker_id)
         sent.inc()
 
     def note_refusal(self, code: str) -> None:
-        """A call was answered with an error of this code."""
+        """Notes that a call was answered with an error of this code."""
         self._refusals.labels(code).inc()
 
     def note_overload(self, reason: str) -> None:
-        """A call was refused because the cluster is full; `reason` is one of a few words."""
+        """Notes that a call was refused because the cluster is full; `reason` is one of a few words."""
         self._overloads.labels(reason).inc()
 
     def note_tenant_refusal(self, limit: str) -> None:
-        """A call was refused because its tenant has reached this limit."""
+        """Notes that a call was refused because its tenant has reached this limit."""
         self._tenant_refusals.labels(limit).inc()
 
     def note_unlogged(self, kind: str) -> None:
-        """A request got no line of its own: refused, slow."""
+        """Notes that a request got no line of its own; it was `refused` or `slow`."""
         self._unlogged.labels(kind).inc()
 
     def note_storage(self, use: MemoryUse, limits: Mapping[str, int]) -> None:
-        """What Redis' memory is used for now; `limits` are those of the counted kinds."""
+        """Notes what Redis' memory is used for now; `limits` are those of the counted kinds."""
         taken = {"files": use.file_bytes, "journals": use.journal_bytes, "used": use.used_bytes}
         for kind, num_bytes in taken.items():
             self._storage.labels(kind).set(num_bytes)
@@ -508,7 +508,7 @@ class Metrics:
         self._hold_s.set_function(lambda: pace.hold_s)
 
     def totals(self) -> tuple[list[int], list[int], float, float, float]:
-        """Counted since the start: TTFT and ITL by bucket, generated tokens, prompt tokens and those of them cached."""
+        """Returns counts since the start: TTFT and ITL by bucket, generated, prompt and cached prompt tokens."""
         return (
             self.ttft_s.totals(),
             self.itl_s.totals(),
@@ -518,11 +518,11 @@ class Metrics:
         )
 
     def circuit(self, worker_id: str) -> CircuitState:
-        """The state of a worker's circuit."""
+        """Returns the state of a worker's circuit."""
         return self._circuit(worker_id)
 
     def render(self, members: Sequence[Member]) -> bytes:
-        """All figures in Prometheus' text format. What is told of single workers is told of `members` only."""
+        """Returns all figures in Prometheus' text format. What is told of single workers is told of `members` only."""
         for gauge in self._of_workers:
             gauge.clear()
         for member in members:
@@ -573,7 +573,7 @@ class Metrics:
                 self._gpu_memory.labels(*whose, state).set(num_bytes)
 
     def _forget_all_but(self, workers: Iterable[tuple[str, str]]) -> None:
-        """Workers come and go, some with a new name each time; what was counted of those that left goes with them."""
+        """Forgets the counts of workers that left: workers come and go, some with a new name each time."""
         for gone in self._sent_to.keys() - set(workers):
             del self._sent_to[gone]
             self._sent.remove(*gone)

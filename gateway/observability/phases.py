@@ -27,7 +27,7 @@ class AttemptFacts:
     decode_worker: str
     is_move: bool
     prefill_worker: str = ""
-    """Empty while no prefill worker was asked."""
+    """The prefill worker's id; empty while none was asked."""
     prefill_started: PrefillStarted | None = None
     handed_off: HandedOff | None = None
 
@@ -88,7 +88,7 @@ class AnswerSpans:
         self.model = model
         self.phases = [_Phase("queue", telemetry.new_span_id(), 1, began_s)]
         self.has_failed = False
-        """An attempt of it has."""
+        """Whether an attempt of it has failed."""
         self.was_placed = False
         self.ended_s = 0.0
         self.first_token_s: float | None = None
@@ -99,15 +99,15 @@ class AnswerSpans:
         self._predicted_itl_s = 0.0
         self._predicted_transfer_s: float | None = None
         self._num_tokens = 0
-        """Of the answer, when its last phase began."""
+        """The tokens that the answer had when its last phase began."""
         self._follows: _Follows | None = None
 
     def waits(self, *, num_ahead: int, service_class: str) -> None:
-        """It has to stand in the queue, and so many go before it."""
+        """Notes that it has to wait in the queue, behind `num_ahead` others."""
         self.phases[-1].attributes |= {"tandem.queue_position": num_ahead, "tandem.service_class": service_class}
 
     def placed(self, attempt: AttemptFacts, route: Route, *, asked_s: float, predicted_queue_s: float | None) -> None:
-        """Workers have taken it, after they were asked at `asked_s`."""
+        """Notes that workers have taken it, after they were asked at `asked_s`."""
         now_s, number = self._request.now_s(), attempt.number
         queue = self.phases[-1]
         queue.end_s, queue.attempt_number, queue.predicted_s = asked_s, number, predicted_queue_s
@@ -126,21 +126,23 @@ class AnswerSpans:
         phase.route, phase.predicted_s = route, route.predicted_ttft_s
 
     def goes_on(self, name: str, attempt: AttemptFacts, *, num_tokens: int, num_new: int = 0) -> None:
-        """From now on it is in the phase `kv_transfer` or `decode`.
+        """Notes that it enters the phase `kv_transfer` or `decode`.
 
-        So many tokens are there, the new ones of which came with the news of the phase: they belong to decoding, but
-        for the first token of all, which is the prompt's, also where it is still on its way from the prefill worker.
+        The answer has `num_tokens` by now, `num_new` of which came with the news of the phase. These count as decoded,
+        except an answer's very first token: that one belongs to the prompt, even while it is still on its way from the
+        prefill worker.
         """
         now_s, last = self._request.now_s(), self.phases[-1]
         num_before = max(num_tokens - num_new, 1) if name == "decode" else num_tokens
         self._leave(now_s, num_before)
         if name == "decode" and last.name == "prefill" and attempt.prefill_worker:
-            # The pages were there as soon as this gateway heard of the first token: no part of it was to be seen.
+            # The pages had arrived before this gateway heard of the first token, so no part of the transfer was
+            # visible.
             self._begin("kv_transfer", attempt, now_s).end_s = now_s
         self._begin(name, attempt, now_s)
 
     def moves(self, attempt: AttemptFacts, *, to: str, num_tokens: int) -> None:
-        """Its pages go from the decode worker of the last phase to that of `attempt`."""
+        """Notes that its pages go from the decode worker of the last phase to that of `attempt`."""
         giver = self.phases[-1]
         self._follows = _Follows(giver, "moved")
         self.goes_on("kv_transfer", attempt, num_tokens=num_tokens)
@@ -150,16 +152,16 @@ class AnswerSpans:
         self._request.add_event("move", said)
 
     def has_token(self) -> None:
-        """Its first token is there."""
+        """Notes that its first token has arrived."""
         self.first_token_s = self._request.now_s()
         self._request.add_event("first_token", {"tandem.choice": self.choice})
 
     def has_second_token(self) -> None:
-        """Its second token is there, which is the first one that the decode worker computes."""
+        """Notes that its second token has arrived, which is the first one that the decode worker computes."""
         self.second_token_s = self._request.now_s()
 
     def must_wait(self, error: Exception, reason: str, *, num_tokens: int) -> None:
-        """Its attempt ended of a reason after which it waits for workers again."""
+        """Notes that its attempt ended and that it waits for workers again, and the reason."""
         now_s, last = self._request.now_s(), self.phases[-1]
         last.note_error(error)
         self.has_failed = self.has_failed or isinstance(error, TandemError)
@@ -169,14 +171,14 @@ class AnswerSpans:
         self.phases.append(_Phase("queue", telemetry.new_span_id(), number, now_s, follows=self._follows))
 
     def tried_again(self) -> None:
-        """It may go on after its last attempt failed."""
+        """Notes that it is tried again after its last attempt failed."""
         follows = self._follows
         assert follows is not None, "an attempt has failed"
         number = follows.earlier.attempt_number
         self._request.add_event("retry", {"tandem.attempt": number, "tandem.reason": follows.reason})
 
     def end(self, error: BaseException | None, *, num_tokens: int) -> None:
-        """It is over."""
+        """Notes that it is over."""
         self.ended_s = self._request.now_s()
         self._leave(self.ended_s, num_tokens)
         if error is not None:
@@ -186,7 +188,7 @@ class AnswerSpans:
                 self.has_failed = self.has_failed or is_failure(error, was_placed=self.was_placed)
 
     def spans(self, context: TraceContext) -> list[Span]:
-        """Its phases as spans under the request's."""
+        """Returns its phases as spans under the request's."""
         return [
             Span(
                 phase.name,
@@ -236,7 +238,7 @@ class AnswerSpans:
 
 
 def _describe_route(attempt: AttemptFacts, route: Route | None) -> dict[str, Value]:
-    assert route is not None, "who is asked is on the way"
+    assert route is not None, "workers are asked along a route"
     return {
         "tandem.decode_worker": attempt.decode_worker,
         "tandem.prefill_worker": attempt.prefill_worker,
@@ -299,7 +301,7 @@ def _links(context: TraceContext, phase: _Phase) -> tuple[Link, ...]:
 
 
 def times_of(phases: list[_Phase]) -> dict[str, Value]:
-    """Sums of the phases under the names that dashboards for vLLM's traces look for. Seconds."""
+    """Returns the sums of the phases under the names that dashboards for vLLM's traces look for. Seconds."""
     spent = dict.fromkeys(("queue", "route", "prefill", "kv_transfer", "decode"), 0.0)
     for phase in phases:
         spent[phase.name] += phase.end_s - phase.start_s
@@ -330,7 +332,7 @@ def is_cancelled(error: BaseException | None) -> bool:
 
 
 def is_failure(error: BaseException, *, was_placed: bool) -> bool:
-    """Whether it is nobody's wish: not one of a client that left, nor a refusal before workers took it."""
+    """Returns whether the request failed: its client did not leave, and it was not refused before workers took it."""
     if is_cancelled(error):
         return False
     return was_placed or not isinstance(error, TandemError) or isinstance(error, InternalError)

@@ -1,18 +1,18 @@
-"""One line of the log for each request, at its end: who asked, what came of it, and where the time went.
+"""One line of the log for each request, at its end: its tenant, its outcome, and where the time went.
 
-A request is a client's call, whatever number of answers it has, attempts they took, and models that were asked. A line
-has names, counts and times, never a prompt, an answer, a message of an error (which may quote a client) or a key.
+A request is a client's call, however many answers it has, attempts they took, and models were asked. A line has names,
+counts and times, never a prompt, an answer, an error message (which may quote a client) or a key.
 
 At any moment an answer is in one phase, so its phases sum up to its time:
 
     queue     it waits for workers: at first, and again after each failure
-    prefill   workers have taken it, and its first token is not there yet; again, the next one after a failure
+    prefill   workers have taken it, and its first token has not arrived; after a failure, its next one
     transfer  the prompt is computed, and its pages are on their way to the decode worker; also while it moves
     decode    tokens are generated, until the answer's end is sent
 
 A call has the phases of the answer that ended last. What is refused before any worker took it may come at any rate, so
-only some such requests have lines; the others are counted by code in a line each `SUMMARY_S`. The same goes for the
-words about slow requests, which are a second line. Times are whole microseconds until they are written.
+only some such requests have lines; the others are counted by code in one line every `SUMMARY_S`. This is also true of
+the descriptions of slow requests, which are a second line. Times are whole microseconds until they are written.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from services.runtime.errors import InternalError, Overloaded, RequestCancelled,
 from services.runtime.logs import LineBudget, request_fields
 
 SUMMARY_S = 10.0
-"""Requests without lines are counted in one line for so long."""
+"""The time for which requests without lines are counted in one line."""
 REFUSED_PER_S, REFUSED_BURST = 2.0, 50
-"""Lines of refused requests: of about 400 bytes, so at most 70 MB a day."""
+"""The rate of lines about refused requests, of about 400 bytes, so at most 70 MB a day."""
 SLOW_PER_S, SLOW_BURST = 0.5, 10
 MAX_NAME_CHARS = 256
-"""Of a name that nobody has checked yet."""
+"""The characters that are kept of a name that has not been checked."""
 
 Phase = Literal["queue", "prefill", "transfer", "decode"]
 Outcome = Literal["finished", "failed", "cancelled", "refused"]
@@ -66,7 +66,7 @@ class Waterfall:
         """Phases and when they began, in microseconds; the first `MAX_STEPS` of them."""
 
     def enter(self, phase: Phase, now_s: float) -> None:
-        """From now on the answer is in this phase."""
+        """Notes that the answer enters this phase."""
         now_us = self._us(now_s)
         self._spent_us[self.phase] += now_us - self._since_us
         self._since_us = now_us
@@ -75,11 +75,11 @@ class Waterfall:
             self.steps.append((phase, now_us))
 
     def until(self, now_s: float) -> dict[Phase, int]:
-        """Microseconds of each phase, up to now: they sum up to the whole."""
+        """Returns the microseconds of each phase, up to now: they sum up to the whole."""
         return self._spent_us | {self.phase: self._spent_us[self.phase] + self._us(now_s) - self._since_us}
 
     def _us(self, now_s: float) -> int:
-        """Never less than it was: a clock that is asked in another thread may be a little behind."""
+        """Returns a moment that is never before the last: a clock that is read in another thread may lag a little."""
         return max(self._since_us, round((now_s - self._began_s) * 1e6))
 
 
@@ -98,7 +98,7 @@ class AnswerTrace:
         self.num_attempts = 0
         self.num_moves = 0
         self.workers: dict[str, None] = {}
-        """Ids, in the order in which they came."""
+        """The ids of its workers, in the order in which they came."""
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
         self.finish_reason = self.code = self.overload = ""
         self.outcome: Outcome = "finished"
@@ -106,11 +106,11 @@ class AnswerTrace:
         self._opened = opened
 
     def enter(self, phase: Phase) -> None:
-        """From now on it is in this phase."""
+        """Notes that the answer enters this phase."""
         self.waterfall.enter(phase, self._log.now_s())
 
     def note_workers(self, *ids: str) -> None:
-        """They have the answer, or a part of it."""
+        """Notes workers that have the answer, or a part of it."""
         self.workers.update(dict.fromkeys(ids))
 
     def end(
@@ -123,7 +123,7 @@ class AnswerTrace:
         finish_reason: str,
         tpot_s: float = 0.0,
     ) -> None:
-        """It is over. Of the error only its code is kept, or it would hold all that its traceback holds."""
+        """Notes that it is over. Keeps only the code of the error, whose traceback would hold much more in memory."""
         self.prompt_tokens, self.cached_tokens, self.new_tokens = prompt_tokens, cached_tokens, new_tokens
         self.finish_reason = finish_reason
         self.story.tokens, self.story.tpot_us = new_tokens, round(tpot_s * 1e6)
@@ -155,7 +155,7 @@ class OpenCall:
     service_class: str
     tenant: str
     names: list[str] = field(default_factory=list)
-    """Of its answers, towards workers."""
+    """The names of its answers towards workers."""
     ended: list[AnswerTrace] = field(default_factory=list)
 
 
@@ -177,7 +177,7 @@ class Summary:
     workers: tuple[str, ...] = ()
     finish_reasons: tuple[str, ...] = ()
     answers: tuple[AnswerStory, ...] = ()
-    """Of the model that answered."""
+    """The stories of the answers of the model that answered."""
     overload: str = ""
 
     @property
@@ -187,7 +187,7 @@ class Summary:
 
 
 class RequestLog:
-    """All requests of one gateway. `slow_s`: from when on there are words about one; 0: never.
+    """All requests of one gateway. `slow_s`: the time from which a request is described as slow; 0: never.
 
     `history` remembers those that have a line.
     """
@@ -200,7 +200,7 @@ class RequestLog:
         self._clock = clock
         self._slow_us = round(slow_s * 1e6)
         self._calls: dict[str, OpenCall] = {}
-        """By the names of their answers."""
+        """The open calls by the names of their answers."""
         self._noted: WeakSet[BaseException] = WeakSet()
         """Errors whose requests have had their line, or were counted: an edge meets them once more."""
         self._refused = LineBudget(per_s=REFUSED_PER_S, burst=REFUSED_BURST)
@@ -222,7 +222,7 @@ class RequestLog:
             self._add(opened, names)
 
     def trace(self, name: str, *, arrived_s: float, service_class: str, tenant: str) -> AnswerTrace:
-        """Where `run` writes down what becomes of one answer."""
+        """Returns where `run` writes down what becomes of one answer."""
         opened = self._calls.get(name)
         if opened is None:  # Its call is over, so nobody reads it.
             opened = OpenCall(arrived_s, service_class, tenant)
@@ -231,9 +231,9 @@ class RequestLog:
     def note_refusal(
         self, error: BaseException, *, facts: CallFacts | None = None, arrived_s: float | None = None
     ) -> None:
-        """A call ended with an error before it was accepted; once for each error, however many meet it.
+        """Notes that a call ended with an error before it was accepted; once for each error, however often it is met.
 
-        Its `facts` may hold names that nobody has checked. None: nothing was read of the call.
+        Its `facts` may hold names that have not been checked. None: nothing was read of the call.
         """
         if error in self._noted:
             return
@@ -245,7 +245,7 @@ class RequestLog:
         self._write(summary, {name: value[:MAX_NAME_CHARS] for name, value in names.items()}, num_answers=0)
 
     def note_end(self, opened: OpenCall, facts: CallFacts, error: BaseException | None) -> None:
-        """A call that was accepted is over. An error that its client was told in the middle of an answer is known."""
+        """Notes that an accepted call is over. An error that its client met in the middle of an answer is known."""
         for name in opened.names:
             self._calls.pop(name, None)
         self.has_line(error)
@@ -268,12 +268,12 @@ class RequestLog:
             self._say_slow(summary, {"request_id": facts.request_id, "model": facts.model})
 
     def has_line(self, error: BaseException | None) -> None:
-        """The request that ended with this error has its line or will have it, whoever else meets the error."""
+        """Notes that the request of this error has its line or will have it, wherever else the error is met."""
         if isinstance(error, TandemError):  # Others cannot be remembered without being kept.
             self._noted.add(error)
 
     def now_s(self) -> float:
-        """Now, on the clock of all times here."""
+        """Returns the time of the clock that all times here are of."""
         return self._clock.monotonic()
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class RequestLog:
             self._calls[name] = opened
 
     def _write(self, summary: Summary, names: dict[str, str], *, num_answers: int) -> None:
-        """The line, or one more in the count of those that have none."""
+        """Writes the line, or counts one more request that has none."""
         if summary.overload:
             self._metrics.note_overload(summary.overload)
         is_good = self.history.note_end(summary.outcome, summary.answers)
@@ -369,7 +369,7 @@ class RequestLog:
 
 
 def outcome_of(error: BaseException | None, *, was_placed: bool) -> Outcome:
-    """How a request ended. Refused: before any worker took it, and not by a fault of this program."""
+    """Returns how a request ended. Refused: before any worker took it, and not by a fault of this program."""
     if error is None:
         return "finished"
     if isinstance(error, GeneratorExit | asyncio.CancelledError | RequestCancelled):
@@ -379,19 +379,19 @@ def outcome_of(error: BaseException | None, *, was_placed: bool) -> Outcome:
 
 
 def code_of(error: BaseException) -> str:
-    """The error's public code, one of a few words."""
+    """Returns the error's public code, one of a few words."""
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return "cancelled"
     return str(status.openai_error(error)["error"]["code"])
 
 
 def overload_of(error: BaseException | None) -> str:
-    """What was short, where it was that; else empty."""
+    """Returns what the cluster was short of, where that is why the request was refused; else the empty text."""
     return error.reason if isinstance(error, Overloaded) else ""
 
 
 def in_words(summary: Summary) -> str:
-    """Where the time of a request went, in the order in which it happened."""
+    """Returns where the time of a request went, in the order in which it happened."""
     phases = summary.phases_us
     parts = [f"{spent_us / 1e6:.3g} s {_WORDS[phase]}" for phase, spent_us in phases.items() if spent_us >= 500]
     said = f"{summary.total_us / 1e6:.3g} s: {', '.join(parts)}; prompt of {summary.prompt_tokens} tokens"
@@ -408,7 +408,7 @@ def in_words(summary: Summary) -> str:
 
 
 def _kept(summary: Summary) -> str:
-    """What was expected of the second token, and what came of that, of the answer in which it came last."""
+    """Returns when the second token was expected and when it came, for the answer in which it came last."""
     told = [
         answer for answer in summary.answers if answer.second_token_us is not None and answer.predicted() is not None
     ]
@@ -426,7 +426,7 @@ def _kept(summary: Summary) -> str:
 
 
 def _summary(current: set[str], opened: OpenCall, error: BaseException | None, now_s: float) -> Summary:
-    """Attempts and workers are those of all answers; the rest is of the `current` ones, of the model that answers."""
+    """Returns attempts and workers of all answers, and the rest of the `current` ones, of the model that answers."""
     ended = opened.ended
     summary = Summary("finished", "", (ended[-1].waterfall if ended else Waterfall(opened.arrived_s)).until(now_s))
     if ended:
@@ -439,7 +439,7 @@ def _summary(current: set[str], opened: OpenCall, error: BaseException | None, n
         summary.num_moves += trace.num_moves
         workers.update(trace.workers)
         if trace.name not in current:
-            continue  # Of a model that did not answer; only its time and its workers were used.
+            continue  # Another model was asked for it, and did not answer: only its time and its workers count.
         answers.append(trace.story)
         summary.prompt_tokens += trace.prompt_tokens
         summary.cached_tokens += trace.cached_tokens

@@ -43,7 +43,7 @@ class StorageWatch:
         self._task = asyncio.create_task(self._follow(), name="storage")
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops looking."""
         if self._task is not None:
             await end_task(self._task)
 
@@ -62,7 +62,7 @@ class StorageWatch:
             try:
                 await self.look()
             except StoreUnavailable:
-                pass  # it is asked again soon; who needs an answer now is told elsewhere
+                pass  # Redis is asked again soon; a caller that needs its answer now is told elsewhere
             except Exception:  # root of the task: what Redis says of itself must not end it
                 logger.exception("the memory of Redis cannot be looked at")
             await asyncio.sleep(INTERVAL_S)

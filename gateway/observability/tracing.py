@@ -3,7 +3,7 @@
     request                 from its arrival until its answer was sent
       queue                 it waits for workers
       route                 workers are asked to take it, until they have
-      prefill               until its first token, or the next one after a failure, is there
+      prefill               until its first token, or the next one after a failure, has arrived
         prefill.chunk       a worker: one step that computed a part of the prompt
         kv_transfer.send    a worker: from the first pages that leave it to the commit
       kv_transfer           its pages are on their way, and nothing else happens
@@ -40,7 +40,7 @@ from services.runtime.telemetry import Event, Link, Span, TraceContext, Value
 
 MAX_EVENTS = 64
 MAX_LINKS = 32
-"""Of a request: any number of clients may attach to one with a name."""
+"""The most links of a request's span: any number of clients may attach to a request with a name."""
 
 
 class Origin(NamedTuple):
@@ -66,14 +66,14 @@ class Origin(NamedTuple):
 
 
 class Tracing:
-    """All requests of one gateway. `slow_s`: those that take so long are always exported; 0: not for that."""
+    """The spans of one gateway's requests. `slow_s`: the time from which one is always exported; 0: never."""
 
     def __init__(self, *, clock: Clock, slow_s: float = 0.0) -> None:
         self.clock = clock
         self.slow_s = slow_s
 
     def begin(self, parent: TraceContext | None, *, arrived_s: float, arrived_unix_ns: int) -> "RequestSpans":
-        """A request has come; `parent` is its client's span."""
+        """Begins the spans of a request that has arrived; `parent` is its client's span."""
         context = telemetry.root(parent)
         return RequestSpans(self, context, parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
 
@@ -86,7 +86,7 @@ class Tracing:
         attributes: Mapping[str, Value],
         origin: Origin | None = None,
     ) -> None:
-        """A request has ended before it was accepted: a span without phases."""
+        """Notes that a request has ended before it was accepted: a span without phases."""
         arrived_unix_ns = self.clock.unix_ns() - to_ns(self.clock.monotonic() - arrived_s)
         spans = self.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
         spans.origin = origin
@@ -117,7 +117,7 @@ class RequestSpans:
         self.origin: Origin | None = None
         """Where its call came in; None: it continues a request that a gateway accepted before."""
         self._tracing = tracing if telemetry.is_on() and context is not None else None
-        """None: nothing is recorded, or not any more."""
+        """The gateway's tracing; None: nothing is recorded, or no longer."""
         self._clock = SYSTEM_CLOCK if tracing is None else tracing.clock
         self._parent = parent
         self._arrived_s = arrived_s
@@ -133,13 +133,13 @@ class RequestSpans:
 
     @property
     def told_traceparent(self) -> str:
-        """The same for the client, if spans are recorded here that it could look for."""
+        """The name of this request's span as the client is told it; empty where no span is recorded here."""
         return self.traceparent if self._tracing is not None else ""
 
     def answer(self, choice: int, model: str) -> AnswerSpans | None:
-        """Where one of its answers writes its phases down; None: nowhere.
+        """Returns where one of its answers writes its phases down; None: nowhere.
 
-        What another model was asked for before is over, and this one begins there.
+        If another model was asked for this choice before, the answer begins where that one's ended.
         """
         if self._tracing is None:
             return None
@@ -149,7 +149,7 @@ class RequestSpans:
         return answer
 
     def for_attempt(self) -> TraceContext | None:
-        """The context that an attempt's workers get: new ids of its phases, for every attempt."""
+        """Returns the context that an attempt's workers get: with new ids of its phases, for every attempt."""
         context = self.context
         if context is None or self._tracing is None:
             return context
@@ -157,25 +157,25 @@ class RequestSpans:
         return context._replace(span_id=telemetry.new_span_id(), is_sampled=is_sampled)
 
     def add_event(self, name: str, attributes: Mapping[str, Value]) -> None:
-        """Something happened now."""
+        """Notes that something happens now."""
         if self._tracing is not None and len(self._events) < MAX_EVENTS:
             self._events.append(Event(name, self.unix_ns(self.now_s()), attributes))
 
     def add_link(self, context: TraceContext | None, reason: str) -> None:
-        """It has to do with another request's span: `resumed`, `attached`."""
+        """Links it to another request's span; `reason` is `resumed` or `attached`."""
         if self._tracing is not None and context is not None and len(self._links) < MAX_LINKS:
             self._links.append(Link(context, {"tandem.reason": reason}))
 
     def now_s(self) -> float:
-        """Now, by the clock of all phases."""
+        """Returns the time of the clock of all phases."""
         return self._clock.monotonic()
 
     def unix_ns(self, at_s: float) -> int:
-        """A moment of the monotonic clock as spans tell it."""
+        """Returns a moment of the monotonic clock as spans tell it."""
         return self._arrived_unix_ns + to_ns(at_s - self._arrived_s)
 
     def finish(self, error: BaseException | None, describe: Callable[[], Mapping[str, Value]]) -> None:
-        """The request is over. Sends its spans, if it is in the sample or has to be looked at.
+        """Notes that the request is over. Sends its spans, if it is in the sample or has to be looked at.
 
         `describe` gives the request's attributes, if they are needed.
         """
@@ -183,7 +183,7 @@ class RequestSpans:
         if self._tracing is None or context is None:
             return
         if error is None and not self._answers:
-            self._tracing = None  # nothing was left to do, or it goes on as another request
+            self._tracing = None  # nothing was left to do, or it continues as another request
             return
         ended_s = self.now_s()
         was_placed = any(answer.was_placed for answer in self._answers)
@@ -197,7 +197,7 @@ class RequestSpans:
         self, context: TraceContext, ended_s: float, error: BaseException | None, described: Mapping[str, Value]
     ) -> list[Span]:
         for answer in self._answers:
-            if not answer.ended_s:  # whoever ran it has left it
+            if not answer.ended_s:  # the task that ran it has left it
                 answer.end(asyncio.CancelledError(), num_tokens=0)
         last = max(self._answers, key=lambda answer: answer.ended_s, default=None)
         if last is not None:
@@ -231,7 +231,7 @@ class RequestSpans:
         return self._tracing is not None and 0 < self._tracing.slow_s <= now_s - self._arrived_s
 
     def _predictions(self, answer: AnswerSpans) -> dict[str, Value]:
-        """What was said of its first and second token, and when they came."""
+        """Returns what was predicted of its first and second token, and when they came."""
         said: dict[str, Value] = {}
         if answer.first_token_s is not None:
             ttft_s = answer.first_token_s - self._arrived_s
@@ -246,16 +246,17 @@ class RequestSpans:
 
 
 NO_TRACE = RequestSpans(None, None)
-"""Of requests that nobody traces."""
+"""The spans of requests that are not traced."""
 
 
 @contextlib.contextmanager
 def attached(
     parent: TraceContext | None, request: RequestSpans, traceparent: str, *, clock: Clock = SYSTEM_CLOCK
 ) -> Iterator[str]:
-    """A client reads the answer of a request that others began, `traceparent` names whose span: the span `attach`.
+    """Records the span `attach`, of a client that reads the answer of a request which another client began.
 
-    The two spans link to one another, for they are of different traces. Gives the new one's name; empty: there is none.
+    `traceparent` names that request's span. The two spans link to one another, since they are of different traces.
+    Yields the name of the new span; empty where there is no trace.
     """
     context = telemetry.root(parent) if telemetry.is_on() else None
     if context is None:

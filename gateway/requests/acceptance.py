@@ -52,8 +52,8 @@ from services.structured.grammar import UnusableSchema
 class Acceptance:
     """The calls that this gateway has accepted and that have not ended.
 
-    `longest_sequence` gives the most tokens that any decode worker of a model has pages for; None: there is none.
-    `check_room` is asked before texts become tokens, which costs most of what is done here: raises Overloaded.
+    `longest_sequence` gives the most tokens that any decode worker of a model has pages for; None: it has no
+    decode worker. `check_room` is asked before texts become tokens, the costliest step here, and raises Overloaded.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Acceptance:
         self._draw_id = id_source().__next__
         self._num_calls = 0
         self._active_ids: set[tuple[str, str]] = set()
-        """Tenants, and the ids of their requests: an id is taken for its own tenant only."""
+        """The ids of running requests, each with its tenant: an id is taken for its own tenant only."""
         self._closed_by: Overloaded | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -90,7 +90,7 @@ class Acceptance:
         self._closed_by = error
 
     def limits(self, model: ServedModel) -> ModelLimits:
-        """The model's limits, or less where no worker in rotation has pages for so much."""
+        """Returns the model's limits, lowered where no worker in rotation has enough pages for them."""
         limits = model.limits
         longest = self._longest_sequence(model.name) or limits.context_length_tokens
         if longest >= limits.context_length_tokens:
@@ -125,7 +125,7 @@ class Acceptance:
             stored = await self._stored(call, model)
             accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, is_own=is_own)
         else:
-            # Before the texts become tokens, which costs most of what is done here.
+            # Before the texts become tokens, which is the costliest step here.
             await call.ticket.enter()
             try:
                 stored = await self._stored(call, model)
@@ -142,7 +142,7 @@ class Acceptance:
         return accepted
 
     async def _stored(self, call: Call, model: ServedModel) -> StoredCall:
-        """The call as it is kept: every answer with its prompt as tokens, and how it is sampled."""
+        """Returns the call as it is kept: every answer with its prompt as tokens, and how it is sampled."""
         return StoredCall(
             request_id=call.request_id or "",
             choices=await self._choices(call, model, self._first_seed(call)),
@@ -163,11 +163,11 @@ class Acceptance:
         )
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
-        """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
+        """Continues a call that a gateway accepted before; each answer resumes after its emitted tokens.
 
-        With `call`, the same as its client sent it again, it may fall back as if it was new; whoever gives it knows
-        that no client has a token. Raises AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest
-        where the stored call does not fit its model: it may come from a store that anybody can write.
+        With `call`, which is the same call as its client sent it again, it may fall back like a new one; give it only
+        if no client has a token yet. Raises AlreadyExists while the call runs here, DeadlineExceeded, and
+        InvalidRequest where the stored call does not fit its model: it may come from a store that anybody can write to.
         """
         self._check_open()
         model = self._catalog.resolve(stored.model)
@@ -185,11 +185,11 @@ class Acceptance:
         return accepted
 
     async def fall_back(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
-        """The call's answers as another of its models would generate them: the next one that has a worker and can.
+        """Returns the call's answers for the next of its models that has a worker and can generate them.
 
-        None: there is none. Raises what calls are refused with, if they are.
+        None: no such model is left. Raises the error that calls are refused with while they are.
 
-        A call can be answered by a model if it passes all checks anew, for that model's context, vocabulary and chat
+        A model can answer a call that passes all checks anew, for that model's context, vocabulary and chat
         template. Token ids that the client gave, as a prompt or to stop at or in a bias, are taken over only where both
         models have the same tokenizer. Seed, deadline and time of arrival stay.
         """
@@ -272,7 +272,7 @@ class Acceptance:
     def _generations(
         self, choices: Sequence[StoredChoice], model: ServedModel, *, request_id: str, **shared: Any
     ) -> list[AnswerSpec]:
-        """One for each choice, named towards workers as no answer was named before."""
+        """Returns one for each choice, with a name towards workers that no answer had before."""
         totals = Totals(waiting_since_s=self._clock.monotonic())
         self._num_calls += 1
         worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
@@ -298,7 +298,7 @@ class Acceptance:
             raise Overloaded(self._closed_by.message, retry_after_s=self._closed_by.retry_after_s)
 
     def _check(self, call: Call) -> None:
-        """What does not depend on the model."""
+        """Checks what does not depend on the model."""
         if call.request_id is not None:
             check_name(call.request_id, field_name="request_id")
         if call.tenant:
@@ -309,7 +309,7 @@ class Acceptance:
         check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
 
     async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
-        """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
+        """Returns prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
         prompts = await self._token_ids_of(call, model, limits)
         form = answer_form(call, model.tokenizer, prompts[0], schema=await self._schema(call))
@@ -323,7 +323,7 @@ class Acceptance:
         ]
 
     async def _schema(self, call: Call) -> str:
-        """What the answer must keep to, as it travels. Raises InvalidRequest."""
+        """Returns the schema that the answer must keep to, as it travels. Raises InvalidRequest."""
         try:
             return await self._forms.written(call.sampling.json_schema, tenant=call.tenant)
         except InvalidRequest as error:
@@ -353,7 +353,7 @@ class Acceptance:
     async def _find_unusable(
         self, form: AnswerForm, error: UnusableSchema, call: Call
     ) -> tuple[str, str, UnusableSchema]:
-        """Which schema of a form it is that cannot be used, the member that holds it, and why."""
+        """Returns the schema of a form that cannot be used, the member that holds it, and the reason."""
         field_name = call.sampling.form_field
         what = f"the schema in {field_name}" if form.json_schema.startswith("{") else field_name
         if form.tool_calls is None:
@@ -369,7 +369,7 @@ class Acceptance:
         return "the schemas of tools, taken together,", "tools", error
 
     async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
-        """Token ids of each prompt, checked."""
+        """Returns the token ids of each prompt, checked."""
         max_chars = limits.context_length_tokens * model.tokenizer.longest_token_chars
         if call.messages is not None:
             prompts: list[Sequence[int]] = [
@@ -389,7 +389,7 @@ class Acceptance:
         return prompts
 
     def _first_seed(self, call: Call) -> int:
-        """The seed of the first answer, from which those of the others follow."""
+        """Returns the seed of the first answer, from which those of the others follow."""
         if call.sampling.seed is not None:
             return call.sampling.seed
         return key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
@@ -404,7 +404,7 @@ class Acceptance:
         limits: ModelLimits,
         form: AnswerForm | None,
     ) -> list[Sampling]:
-        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's.
+        """Returns the sampling of every answer: for each prompt, its choices with seeds derived from the call's.
 
         The first choice of each prompt reports it, for all of them.
         """
@@ -459,7 +459,7 @@ async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: in
 
 
 def _has_token_ids(call: Call) -> bool:
-    """Whether the client itself wrote token ids, which mean something only to the tokenizer that it had in mind."""
+    """Returns whether the client itself wrote token ids, which mean something only to one tokenizer."""
     has_prompt_ids = call.messages is None and not all(isinstance(prompt, str) for prompt in call.prompts)
     return has_prompt_ids or bool(call.sampling.stop_token_ids) or bool(call.sampling.logit_bias)
 

@@ -1,4 +1,4 @@
-"""One answer while it is generated: what was delivered so far, its times, and the attempt that goes on from there.
+"""One answer while it is generated: what was delivered so far, its times, and the attempt that continues it.
 
 Knows neither how workers are chosen nor where the answer goes.
 """
@@ -27,14 +27,14 @@ from services.scheduling.queue import QueueEntry
 from services.scheduling.routing.route import Route
 
 KEPT_PROMPT_S = 10.0
-"""A prefill worker keeps a prompt's pages for so long after it has handed them on."""
+"""The time for which a prefill worker keeps a prompt's pages after it has handed them on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """An attempt that ended so that its workers may have died of the request. Processes by incarnation.
+    """An attempt whose workers may have died of the request. Processes are named by incarnation.
 
-    `is_fresh`: it was new to them, and no token had come from them. `is_alone`: it was tried alone there.
+    `is_fresh`: the request was new to them, and they had sent no token. `is_alone`: it was tried alone there.
     """
 
     suspects: frozenset[str]
@@ -63,7 +63,7 @@ class RunningAnswer:
         )
         self._num_prompt_tokens = len(generation.prompt_token_ids)
         self.max_num_tokens = self._num_prompt_tokens + generation.sampling.max_tokens
-        """Tokens of prompt and answer at most."""
+        """The most tokens of prompt and answer together."""
         self.attempt: Attempt | None = None
         self.attempt_number = 0
         self.num_failures = 0
@@ -74,18 +74,18 @@ class RunningAnswer:
         self.next_move_at_s = 0.0
         self.must_queue = False
         self.routes: Sequence[Route] = ()
-        """Ways to go now, best first, as of the last decision."""
+        """The routes that it may take, best first, as of the last decision."""
         self.bookings = Bookings()
         self.identity = generation.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
-        """Keys of the prompt's full pages by (layout fingerprint, page size)."""
+        """The keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
         self.lane = lane
-        """Where it waits for workers and is judged, for all its life."""
+        """The lane in which it waits for workers and is judged, for all its life."""
         self.is_judged = False
         self.admitted: Admit | None = None
-        """What was said of it when it came, until it has started."""
+        """How it was judged when it came, until it has started."""
         self.is_running = False
         self.finish_reason: FinishReason | None = None
         self.num_tokens = 0
@@ -112,14 +112,14 @@ class RunningAnswer:
 
     @property
     def bound_to(self) -> str:
-        """What workers that go on with it must be, as an `identity_key`; empty: anything, since it has no token, or
-        nothing is known.
+        """The `identity_key` of workers that may continue it; empty: any may, since it has no token, or theirs is not
+        known.
         """
         return self.identity if self.log.token_ids else ""
 
     @property
     def cache_salt(self) -> str:
-        """Who may share pages with this request: its tenant or its group of tenants, and of these who has its salt."""
+        """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
         generation = self.generation
         return sharers(
             tenant=generation.facts.tenant, group=generation.facts.share_cache, salt=generation.facts.cache_salt
@@ -153,15 +153,15 @@ class RunningAnswer:
         return (self._last_token_s - self._first_token_s) / num_gaps if num_gaps > 0 else 0.0
 
     def expire(self) -> None:
-        """The deadline has passed: whatever the request waits for fails now."""
+        """Fails whatever the request waits for, because the deadline has passed."""
         self.fail(DeadlineExceeded("the request's deadline passed"))
 
     def fail(self, error: TandemError) -> None:
-        """Whatever the request waits for from its workers fails now."""
+        """Fails whatever the request waits for from its workers."""
         self.mailbox.fail(error)
 
     def next_order(self) -> SequenceOrder:
-        """What the next attempt's workers must know: prompt and everything the client has."""
+        """Returns what the next attempt's workers must know: prompt and everything the client has."""
         self.attempt_number += 1
         generation = self.generation
         return SequenceOrder(
@@ -177,24 +177,24 @@ class RunningAnswer:
         )
 
     def note_routes(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """These are the ways to go now, best first."""
+        """Notes the routes that it may take now, best first, and returns them."""
         self.routes = routes
         return routes
 
     def note_judged(self, verdict: Admit) -> None:
-        """It came new and was not refused."""
+        """Notes that it was judged when it came, and not refused."""
         self.is_judged, self.admitted = True, verdict
 
     def note_crowded_out(self) -> None:
-        """A worker had no room for an attempt that another one had admitted."""
+        """Notes that a worker had no room for an attempt that another one had admitted."""
         self.must_queue = True
 
     def forget_attempt(self) -> None:
-        """Its last attempt is over and dealt with."""
+        """Forgets its last attempt, which is over and dealt with."""
         self.attempt = None
 
     def begin_attempt(self, decode: DecodeSession, watch: AttemptWatch) -> Attempt:
-        """The next try, which is the answer's own from now on."""
+        """Begins the next try, which is the answer's own from now on."""
         self.attempt = self.new_attempt(decode, watch)
         return self.attempt
 
@@ -203,16 +203,16 @@ class RunningAnswer:
         self.attempt = attempt
 
     def put_off_move(self, seconds: float) -> None:
-        """Nobody takes it now; it asks again after this time."""
+        """Has it ask again for a worker to move to, after this time, since none takes it now."""
         self.next_move_at_s = asyncio.get_running_loop().time() + seconds
 
     def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
-        """The next try, on this decode worker."""
+        """Returns the next try, on this decode worker."""
         order, mailbox, log = self.next_order(), self.mailbox, self.log
         return Attempt(order, decode=decode, mailbox=mailbox, log=log, giver=giver, watch=watch)
 
     def note_failure(self, attempt: Attempt | None, *, is_alone: bool = False) -> Strike | None:
-        """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages.
+        """Counts a failed attempt, and notes which workers to avoid and which one still has the prompt's pages.
 
         `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
         """
@@ -230,11 +230,11 @@ class RunningAnswer:
         return None if attempt.fault is None else self._note_fault(attempt, attempt.fault, is_alone=is_alone)
 
     def excuse_failure(self) -> None:
-        """The last failure is explained by a death in which the request had no part."""
+        """Excuses the last failure, which a death explains in which the request had no part."""
         self.num_failures_in_row -= 1
 
     def has_kept_prompt(self, prefill: Peer) -> bool:
-        """Whether this prefill worker may still have all pages of the prompt."""
+        """Returns whether this prefill worker may still have all pages of the prompt."""
         is_in_time = asyncio.get_running_loop().time() < self._kept_until_s
         return is_in_time and self._kept_at is not None and self._kept_at.incarnation == prefill.incarnation
 
@@ -249,14 +249,14 @@ class RunningAnswer:
             totals.waiting_since_s = self._clock.monotonic()
 
     def count_as_running(self) -> int:
-        """1 the first time, then 0."""
+        """Returns 1 the first time, then 0."""
         is_new, self.is_running = not self.is_running, True
         return int(is_new)
 
     def note_admitted(self, identity: str) -> Admit | None:
-        """Workers took the last attempt; `identity` is its decode worker's. Returns what was said of it when it came.
+        """Notes that workers took the last attempt; `identity` is its decode worker's.
 
-        That is None where it had started before.
+        Returns how it was judged when it came; None if it had started before.
         """
         self.must_queue = False
         self.bookings.note_admitted()
@@ -269,7 +269,7 @@ class RunningAnswer:
         return verdict
 
     def last_delta(self) -> Delta:
-        """The end of an answer whose emitted tokens had ended it already: no token, only what ends it."""
+        """Returns the end of an answer whose emitted tokens had ended it already: no token, only what ends it."""
         return Delta(self.num_tokens, [], self._unsent_text, None, self.finish_reason, self._usage(None))
 
     def take(self, attempt: Attempt, arrived: Arrived) -> Delta:
@@ -301,7 +301,7 @@ class RunningAnswer:
         if not fault.suspects:
             return None
         suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
-        # A process that was there this time has not died of it the time before.
+        # A process that took part this time cannot have died of it the time before.
         earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]
         self.strikes = [strike for strike in earlier if strike.suspects or strike.is_certain]
         self.strikes.append(Strike(suspects, fault.is_certain, fault.is_fresh, is_alone))
@@ -318,7 +318,7 @@ class RunningAnswer:
             self._unsent_text = self._text.finish()
 
     def _reason_of(self, taken: Taken) -> FinishReason:
-        """A stop text cuts an answer that has a form before the form is complete."""
+        """Returns `length` for an answer whose form a stop text has left incomplete, else `stop`."""
         form = self.generation.sampling.form
         return "length" if taken.is_cut and form is not None and not form.may_be_text else "stop"
 
@@ -344,5 +344,5 @@ class RunningAnswer:
 
 
 def _num_prompt_logprobs(generation: AnswerSpec) -> int:
-    """The first token of a prompt has no probability: nothing comes before it."""
+    """Returns the tokens of the prompt that are reported; the first one has no probability."""
     return 0 if generation.sampling.prompt_logprobs is None else len(generation.prompt_token_ids) - 1

@@ -79,13 +79,13 @@ class Attempt:
         self.decode = decode
         self.prefill: PrefillSession | None = None
         self.stage = self.reached = AttemptStage.NEW
-        """`reached` is the last stage before a terminal one."""
+        """The present stage; `reached` is the last one before a terminal one."""
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
-        """Circuit breakers whose probe this attempt is."""
+        """The circuit breakers whose probe this attempt is."""
         self.watch = watch
         self.prompt_done_at_s: float | None = None
-        """When the prefill worker last had all pages of the prompt, by the event loop's time."""
+        """The time of the event loop at which the prefill worker last had all pages of the prompt."""
         self.facts = AttemptFacts(
             number=order.key.attempt,
             trace=order.trace,
@@ -101,11 +101,11 @@ class Attempt:
         self._is_local = False
         """Whether the decode worker computes the prompt itself."""
         self._at: set[WorkerSession] = set()
-        """Sessions of the workers that hold something of the attempt: exactly those that it is open at."""
+        """The sessions of the workers that hold something of the attempt: exactly those at which it is open."""
         self.token_sources: set[WorkerSession] = set()
-        """Workers that a token has come from."""
+        """The workers from which a token has come."""
         self._held: list[Event] = []
-        """From the decode worker, to be taken when the prefill worker's token has come."""
+        """The decode worker's events that wait until the prefill worker's token has come."""
         self._arrived = Arrived(log.next_index)
         self._ended_by: TandemError | None = None
 
@@ -165,7 +165,7 @@ class Attempt:
         return self.take_arrived()
 
     def take_arrived(self) -> Arrived:
-        """What the events in the mailbox bring. Raises CrowdedOut, or the error that ended the attempt.
+        """Returns what the events in the mailbox bring. Raises CrowdedOut, or the error that ended the attempt.
 
         Tokens that came before the error are given first: they are in the log, so no later attempt sends them again.
         """
@@ -228,17 +228,17 @@ class Attempt:
         return self.stage is AttemptStage.DECODING and self._at == {self.decode}
 
     def is_at(self, worker: WorkerSession | None) -> bool:
-        """Whether the worker holds something of it."""
+        """Returns whether the worker holds something of it."""
         return worker in self._at
 
     def may_have_met(self, incarnations: Container[str]) -> bool:
-        """Whether the attempt is at one of these processes, or has failed, and it is not known yet of what."""
+        """Returns whether the attempt is at one of these processes, or has failed, and it is not known yet of what."""
         if self.stage is AttemptStage.EXPLAINED:
             return False
         return self.fault is not None or any(worker.peer.incarnation in incarnations for worker in self._at)
 
     def may_compute(self, worker: WorkerSession) -> bool:
-        """Whether it is known to have begun its part, or could have without a word. Receiving pages is no such part."""
+        """Returns whether it is known to have begun its part, or could have unheard. Receiving pages does not count."""
         if worker is not self.decode:
             return worker is self.prefill and self.reached >= AttemptStage.PREFILLING
         return self._is_local or self.is_decoding or self.prompt_done_at_s is not None
@@ -257,12 +257,12 @@ class Attempt:
                 return word
 
     def suspect(self, *workers: WorkerSession) -> None:
-        """It is known now which workers may have died of the request."""
-        assert self.fault is not None, "who is suspected has failed"
+        """Notes which workers may have died of the request, now that it is known."""
+        assert self.fault is not None, "only a failed attempt has suspects"
         self.fault = replace(self.fault, suspects=workers)
 
     def explain(self) -> None:
-        """Nothing more will be known of its failure."""
+        """Notes that nothing more will be known of its failure."""
         self._follow(Sign.EXPLAIN)
 
     def pause(self) -> None:
@@ -289,7 +289,7 @@ class Attempt:
         self._follow(Sign.CLOSE)
 
     def _follow(self, sign: Sign) -> None:
-        """Goes where the sign leads from here."""
+        """Moves to the stage to which the sign leads from the present one."""
         stage = TRANSITIONS[self.stage].get(sign)
         if stage is not None:
             self.stage = stage
@@ -387,7 +387,7 @@ class Attempt:
             raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
 
     def _ignore(self, event: Event) -> None:
-        """Says nothing that matters here, or nothing that this worker should say: it is not trusted to be right."""
+        """Ignores an event that does not matter here, or that this worker should not send: workers are not trusted."""
 
     def _note_prompt_done(self) -> None:
         self._follow(Sign.PROMPT_DONE)
@@ -411,7 +411,7 @@ class Attempt:
         raise error
 
     def _leave_prefill(self) -> None:
-        """The prefill worker's part is over, so nothing can be missing any longer in what was held."""
+        """Leaves the prefill worker, whose part is over, and takes the events that were held back for its token."""
         if self.prefill is not None:
             self._leave(self.prefill)
         self._release_held()
@@ -422,7 +422,7 @@ class Attempt:
         self._giver.session.close(self._giver.key)
 
     def _leave(self, worker: WorkerSession) -> None:
-        """The worker holds nothing of it, and whatever it still says is dropped."""
+        """Leaves a worker that holds nothing of it; whatever it still says is dropped."""
         self._at.discard(worker)
         worker.close(self.order.key)
 
@@ -480,4 +480,4 @@ FROM_GIVER: Mapping[type[Event], _Take] = {
     Finished: Attempt._take_giver_end,
     Failed: Attempt._take_giver_end,
 }
-"""Its tokens are the answer's already: they came before it stopped."""
+"""What each event of the giver does; its tokens are in the answer already, since they came before it stopped."""

@@ -13,7 +13,7 @@ from services.runtime.page_keys import cache_salt, page_keys
 from services.scheduling.routing.route import Route
 
 EXPECTED_S = 5.0
-"""Pages that a worker is about to compute count as held for so long; by then it has published them."""
+"""The time for which pages that a worker is about to compute count as held; by its end they are published."""
 
 
 class CacheHints:
@@ -24,7 +24,7 @@ class CacheHints:
         self._topology = topology
 
     def cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
-        """Worker id → tokens from the start of the prompt whose pages it has. Workers without any are left out."""
+        """Returns worker id → tokens from the prompt's start whose pages it has. Workers without any are left out."""
         cached: dict[str, int] = {}
         for layout in self._topology.cache_layouts(request.generation.model):
             page_size = layout[1]
@@ -33,7 +33,7 @@ class CacheHints:
         return cached
 
     def expect(self, request: RunningAnswer, route: Route) -> None:
-        """The request goes this way: whoever comes next with the same prefix should know."""
+        """Notes the request's route, so that the next requests with the same prefix know of it."""
         views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
         for layout in self._topology.cache_layouts(request.generation.model):
             for view in views:
@@ -41,7 +41,7 @@ class CacheHints:
                     self._view.expect(view.worker_id, self._keys(request, layout), ttl_s=EXPECTED_S)
 
     def forget(self, worker_id: str) -> None:
-        """The worker has refused, or failed: what was expected of it is not to be."""
+        """Drops what was expected of a worker that has refused or failed."""
         self._view.forget_expected(worker_id)
 
     def _keys(self, request: RunningAnswer, layout: tuple[str, int]) -> Sequence[bytes]:

@@ -31,21 +31,21 @@ class TenantTicket(ABC):
 
     @abstractmethod
     async def enter(self) -> None:
-        """The call is well-formed. Raises RateLimited."""
+        """Counts the call, which is well-formed. Raises RateLimited."""
 
     @abstractmethod
     async def charge(
         self, num_prompt_tokens: int, *, num_answers: int, max_tokens: int | None, room_tokens: int
     ) -> None:
-        """The call's size is known. Raises RateLimited."""
+        """Counts the call's tokens, now that its size is known. Raises RateLimited."""
 
     @abstractmethod
     def resume(self) -> None:
-        """The call goes on and was let in before."""
+        """Lets in a call that continues and was let in before."""
 
     @abstractmethod
     def leave(self, *, num_prompt_tokens: int, num_new_tokens: int, has_run: bool) -> None:
-        """The call has ended; it may have used other numbers of tokens than were expected, or not have run at all."""
+        """Settles a call that has ended: it may have used other numbers of tokens than expected, or not have run."""
 
 
 class Call(msgspec.Struct, kw_only=True):
@@ -120,14 +120,14 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, source: object) -> "RequestFacts":
-        """Those of anything that has them by these names."""
+        """Returns the facts of anything that has them by these names."""
         return cls(**{name: getattr(source, name) for name in cls.__struct_fields__})
 
 
 class AnswerSpec(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
-    `emitted_token_ids` are the tokens that the answer has already; it goes on after them. `model` is the name of the
+    `emitted_token_ids` are the tokens that the answer has already; it continues after them. `model` is the name of the
     model that generates it, `eos_token_ids` are that one's ends of sequence.
     """
 
@@ -145,28 +145,28 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     arrived_unix_ns: int
     wishes: Wishes = NO_WISHES
     has_own_deadline: bool = False
-    """Whether its client named the deadline: it is the server's otherwise, which says nothing of its haste."""
+    """Whether its client named the deadline; otherwise it is the server's and says nothing of the client's haste."""
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
-    """The `identity_key` of the workers that those came from; empty: unknown, or there are none."""
+    """The `identity_key` of the workers that sent the emitted tokens; empty: unknown, or no token was emitted."""
 
 
 class StoredChoice(msgspec.Struct, frozen=True):
-    """All that decides how one answer goes on, wherever that is: what `Requests.adopt` needs of it."""
+    """All that decides how one answer continues, at any gateway: what `Requests.adopt` needs of it."""
 
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
-    """As in `AnswerSpec`; before the first token, that of all workers that there are."""
+    """The `layout` of `AnswerSpec`; before the first token, that of all existing workers."""
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline.
+    """An accepted call as data, for another gateway to continue. `remaining_s` is the time until its deadline.
 
     `model` is the name of the model that answers; empty: the only one. `fallback` says in whose place and why, as in
-    `AcceptedCall`. `is_settled`: it stays with this model. `traceparent` and `tracestate` name the span of whoever
-    asks for it; `resumes` that of the request which it goes on with, or is empty.
+    `AcceptedCall`. `is_settled`: it stays with this model. `traceparent` and `tracestate` name the span of the
+    client that asks for it; `resumes` names that of the request which it continues, or is empty.
     """
 
     request_id: str
@@ -186,20 +186,20 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 class Totals:
     """What the answers of one call add up to. `placed` numbers those that workers have taken and still have.
 
-    `waiting_since_s`: since when it is none of them, in seconds of the monotonic clock.
+    `waiting_since_s` is the moment since which it has been empty, in seconds of the monotonic clock.
     """
 
     completion_tokens: int = 0
     new_tokens: int = 0
-    """Without those that an answer had before it went on here."""
+    """The generated tokens, without those that an answer had before it was continued here."""
     cached_tokens: int = 0
-    """Of the prompts of all answers, what was not computed."""
+    """The tokens of all answers' prompts that were not computed."""
     finish_reasons: list[str] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
     waiting_since_s: float = 0.0
 
     def add(self, *, completion_tokens: int, new_tokens: int, cached_tokens: int, finish_reason: str) -> None:
-        """Another answer is over."""
+        """Adds an answer that is over."""
         self.completion_tokens += completion_tokens
         self.new_tokens += new_tokens
         self.cached_tokens += cached_tokens
@@ -236,7 +236,7 @@ class AcceptedCall:
         self.ticket = ticket
         """What the call has taken of its tenant's limits."""
         self.is_resumed = False
-        """It was let in before, and its prompt was paid then."""
+        """Whether the call was let in before, so that its prompt is paid already."""
         self._close = close
         self._on_end: list[Callable[[BaseException | None], None]] = []
 
@@ -245,7 +245,7 @@ class AcceptedCall:
         self._on_end.append(told)
 
     def to_stored(self) -> StoredCall:
-        """The call as `Requests.adopt` takes it, without any token that came after it was accepted."""
+        """Returns the call as `Requests.adopt` takes it, without any token that came after it was accepted."""
         first = self.generations[0]
         return StoredCall(
             request_id=self.request_id,
@@ -265,7 +265,7 @@ class AcceptedCall:
         )
 
     def fall_back(self, generations: list[AnswerSpec], fallback: str) -> None:
-        """The answers come from another model; none of the earlier generations has given a token."""
+        """Takes the answers of another model; none of the earlier generations has given a token."""
         self.generations = generations
         self.model = generations[0].model
         self.fallback = fallback
@@ -287,7 +287,7 @@ class AcceptedCall:
                 told(error)
 
     def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:
-        """What was refused for want of room, or was never begun, costs its tenant nothing."""
+        """Settles with the tenant, which a call costs nothing that was never begun, or refused for want of room."""
         totals = self.generations[0].totals
         is_refused = isinstance(error, Overloaded | WorkerUnavailable) and not totals.new_tokens
         prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
@@ -298,7 +298,7 @@ class AcceptedCall:
         )
 
     def _described(self) -> dict[str, Value]:
-        """The request as OpenTelemetry's conventions for generative AI tell it; texts are no part of it."""
+        """Returns the request as OpenTelemetry's conventions for generative AI tell it; texts are no part of it."""
         first = self.generations[0]
         sampling, totals = first.sampling, first.totals
         prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}

@@ -46,11 +46,11 @@ class Delivery(Generic[Observed]):
         self._observed = observed
         self._attempt: Attempt | None = None
         self._left: Delta | None = None
-        """Made, and nobody has it."""
+        """The delta that was made and has not been delivered."""
         self._error: Exception | None = None
 
     async def next(self, attempt: Attempt) -> Delta:
-        """The next delta that the fast path has not taken, which may be empty. Raises what ended the attempt."""
+        """Returns the next delta that the fast path has not taken; it may be empty. Raises what ended the attempt."""
         self._attempt = attempt
         try:
             if not attempt.is_over:
@@ -65,7 +65,7 @@ class Delivery(Generic[Observed]):
         return delta or self._make(attempt)
 
     def _take_now(self) -> bool:
-        """Deals with what has come while `next` waits. False: that has to go on."""
+        """Deals with what has come while `next` waits. False: `next` has to continue."""
         take, attempt = self._fast_path.take, self._attempt
         if take is None or attempt is None:
             return False
@@ -74,7 +74,7 @@ class Delivery(Generic[Observed]):
             goes_on = delta.finish_reason is None and not attempt.is_over and not attempt.is_moving
             if goes_on and take(delta):
                 return True
-        except Exception as error:  # noqa: BLE001 - it is this answer's, not of whoever brought the event
+        except Exception as error:  # noqa: BLE001 - the error is this answer's, not that of the session which delivers the event
             self._error = error
             return False
         self._left = delta

@@ -36,21 +36,21 @@ class PrefixHints(Protocol):
     """What workers are believed to hold; `gateway.requests.cache_hints` asks the cluster's index."""
 
     def cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
-        """Worker id → tokens from the start of the prompt whose pages it has."""
+        """Returns worker id → tokens from the start of the prompt whose pages it has."""
         ...
 
     def expect(self, request: RunningAnswer, route: Route) -> None:
-        """The request goes this way, so its workers will have the prompt's pages."""
+        """Notes the request's route, whose workers will have the prompt's pages."""
         ...
 
     def forget(self, worker_id: str) -> None:
-        """They did not come to have what was expected."""
+        """Forgets pages that a worker was expected to have and does not."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """When a request waits here rather than at a worker, where nobody could overtake it any more.
+    """When a request waits here rather than at a worker, where no other could overtake it.
 
     `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
     one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
@@ -64,7 +64,7 @@ class RoomLimits:
 class Dispatcher:
     """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
 
-    `prefill_choice` gives who computes the prompts of requests that do not say so themselves.
+    `prefill_choice` gives the kind of worker that computes prompts of requests which do not choose one themselves.
     """
 
     def __init__(
@@ -86,31 +86,31 @@ class Dispatcher:
         self._region = region
         self._prefill_choice = prefill_choice
         self.on_trial: set[RunningAnswer] = set()
-        """Those that are tried alone after a death (`gateway.requests.quarantine`): each goes where no other one is, if
-        it can.
+        """The requests that are tried alone after a death (`gateway.requests.quarantine`): each goes to workers without
+        another one, if it can.
         """
         self.watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self.watch.note_gpu)
         topology.watch_leaving(self.watch.note_gone)
         self._breakers = Breakers()
-        """Of pairs: (prefill worker, decode worker)."""
+        """The circuit breakers of pairs: (prefill worker, decode worker)."""
         self._why_cut: dict[tuple[str, str], str] = {}
-        """What such a pair failed of last."""
+        """The last reason for which such a pair failed."""
         self._last_lost: dict[str, str] = {}
-        """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
+        """The last incarnation of each lost worker: a death is one error, however many attempts it ended."""
 
     @property
     def num_open_breakers(self) -> int:
-        """Workers and pairs that are kept from work now, or tried with one request; not those that are suspected."""
+        """The number of workers and pairs that get no work, or one request as a trial; suspected ones do not count."""
         num_workers = sum(report.state != "suspected" for report in self.watch.circuits())
         return num_workers + sum(pair.state != "suspected" for pair in self.cut_pairs())
 
     def circuit(self, worker_id: str) -> CircuitState:
-        """Whether the worker gets new work."""
+        """Returns whether the worker gets new work."""
         return self.watch.circuit(worker_id)
 
     def cut_pairs(self) -> list[CutPairReport]:
-        """Pairs whose circuit is not closed, of workers in rotation."""
+        """Returns the pairs whose circuit is not closed, of workers in rotation."""
         breakers, now_s, found = self._breakers, self._clock.monotonic(), []
         if not breakers.num_open:
             return []
@@ -127,7 +127,7 @@ class Dispatcher:
         return found
 
     def plan(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Route | None:
-        """Decides where the request would go, whether there is room or not; None: there is no way.
+        """Decides where the request would go, with or without room there; None: no route exists.
 
         It does not go to a decode worker in `kept`.
         """
@@ -136,10 +136,10 @@ class Dispatcher:
         return routes[0] if routes else None
 
     def allowed(self, request: RunningAnswer) -> set[str]:
-        """Ids of the decode workers in rotation that the request may go to, whether there is room or not.
+        """Returns the ids of the decode workers in rotation that the request may go to, with or without room.
 
-        Nobody behind it may take these while it waits. Prefill workers need no such care. What waits there counts by
-        class, so one that is too busy for the request is so for whoever comes behind it.
+        No request behind it may take these while it waits. Prefill workers need no such care: what waits there counts
+        by class, so a worker that is too busy for the request is too busy for those behind it as well.
         """
         generation = request.generation
         return self._topology.decode_ids(generation.model, tenant=generation.facts.tenant, bound_to=request.bound_to)
@@ -157,9 +157,9 @@ class Dispatcher:
         )
 
     def routes(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Sequence[Route]:
-        """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
+        """Returns routes to decode workers not `kept` that can hold the whole sequence, those that failed it last.
 
-        An answer that has tokens goes on where the next ones are the same.
+        An answer that has tokens continues on workers whose next tokens are the same.
         """
         generation = request.generation
         num_known = request.num_known_tokens
@@ -201,7 +201,7 @@ class Dispatcher:
         )
 
     def prefill_sessions(self, request: RunningAnswer, route: Route) -> list[PrefillSession]:
-        """A route's prefill workers: first who may still have the prompt's pages, last those that failed it."""
+        """Returns a route's prefill workers: those that may have the prompt's pages first, those that failed last."""
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
@@ -210,17 +210,17 @@ class Dispatcher:
         return sessions
 
     def takers(self, request: RunningAnswer, giver: DecodeSession) -> list[WorkerView]:
-        """Decode workers that an answer may move to with its pages."""
+        """Returns the decode workers that an answer may move to with its pages."""
         views = [route.decode for route in self.routes(request)]
         return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
 
     def note_sent(self, request: RunningAnswer, route: Route) -> None:
-        """Workers took the request, and are about to have its prompt's pages."""
+        """Notes that workers took the request, and are about to have its prompt's pages."""
         if self._hints is not None:
             self._hints.expect(request, route)
 
     def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
-        """The attempt is sent there; it may be the probe of a breaker."""
+        """Notes that the attempt is sent there; it may be the probe of a breaker."""
         if prefills:
             pair = (prefills[0].peer.worker_id, attempt.decode.peer.worker_id)
             if self._breakers.begin(pair, self._clock.monotonic()):
@@ -239,7 +239,7 @@ class Dispatcher:
         return watch
 
     def watch_prompt(self, request: RunningAnswer, route: Route, attempt: Attempt) -> None:
-        """The prompt is about to be computed by the attempt's workers."""
+        """Notes that the attempt's workers are about to compute the prompt."""
         worker_id = (attempt.prefill or attempt.decode).peer.worker_id
         usual = self._topology.usual_speeds(request.generation.model)
         speed = usual.prefill if route.is_remote else usual.local
@@ -252,7 +252,7 @@ class Dispatcher:
         attempt.watch.prompt_sent(worker_id, expected_s)
 
     def note_success(self, attempt: Attempt) -> None:
-        """The decode worker generates: everybody did their part."""
+        """Notes that the decode worker generates, so that every worker has done its part."""
         if attempt.prefill is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
             if self._breakers.succeeded(pair, self._clock.monotonic()):
@@ -261,7 +261,7 @@ class Dispatcher:
         self.release(attempt)
 
     def note_failure(self, attempt: Attempt) -> None:
-        """An attempt ended with a fault: whose breaker that concerns."""
+        """Notes the fault that ended an attempt with the breaker that it concerns."""
         fault = attempt.fault
         if self._hints is not None:
             for worker in (attempt.decode, attempt.prefill):
@@ -287,7 +287,7 @@ class Dispatcher:
         self.release(attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """What the attempt was the probe of and has said nothing about waits for another probe."""
+        """Releases the breakers that the attempt was to probe and has told nothing of: they wait for another probe."""
         for key in attempt.probes:
             self._breakers.abandoned(key)
         attempt.probes.clear()
@@ -296,7 +296,7 @@ class Dispatcher:
             self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
 
     def least_service_s(self, generation: AnswerSpec) -> float:
-        """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
+        """Returns the least time that an answer takes once workers have taken it, if they had no other work."""
         sampling = generation.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
         speeds = self._topology.usual_speeds(generation.model).decodes
@@ -304,12 +304,12 @@ class Dispatcher:
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
 
     def prompt_s(self, generation: AnswerSpec) -> float:
-        """What computing an answer's whole prompt takes on a usual worker, without what each step costs."""
+        """Returns the time to compute an answer's whole prompt on a usual worker, without what each step costs."""
         speed = self._topology.usual_speeds(generation.model).prefill
         return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
 
     def has_room(self, request: RunningAnswer, route: Route) -> bool:
-        """Whether a route's workers would begin with the request soon."""
+        """Returns whether a route's workers would begin with the request soon."""
         decode, limits = route.decode, self._limits
         service_class = request.queue_entry.service_class
         if decode.num_requests:
@@ -322,7 +322,7 @@ class Dispatcher:
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
 
     def _tried_at(self, request: RunningAnswer) -> set[str]:
-        """Processes at which others are tried alone, where this request is to be tried alone too."""
+        """Returns the processes at which others are tried alone, where this request is to be tried alone too."""
         if request not in self.on_trial:
             return set()
         attempts = [other.attempt for other in self.on_trial if other is not request and other.attempt is not None]
@@ -339,7 +339,7 @@ class Dispatcher:
         return cached
 
     def _fits(self, model: str) -> Fits | None:
-        """Whether pages can go from a prefill worker to a decode worker, and nothing has cut the way."""
+        """Returns whether pages can go from a prefill worker to a decode worker, and nothing has cut the way."""
         if self._topology.is_uniform(model) and not self._breakers.num_open:
             return None
         ways: dict[str, set[str]] = {}
@@ -352,7 +352,7 @@ class Dispatcher:
         return fits
 
     def _ways_to(self, model: str, decode_id: str) -> set[str]:
-        """Prefill workers whose way to a decode worker is not cut; where too many are, of the others too."""
+        """Returns prefill workers whose way to a decode worker is not cut; where too many are cut, others too."""
         try:
             peer = self._topology.decode_session(decode_id).peer
         except WorkerUnavailable:
@@ -361,7 +361,7 @@ class Dispatcher:
         return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
 
     def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
-        """Whether every prefill worker's way there is cut."""
+        """Returns whether every prefill worker's way there is cut."""
         pairs = [(prefill_id, decode.worker_id) for prefill_id in self._topology.prefill_ids(model)]
         return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
 
@@ -375,9 +375,9 @@ class Dispatcher:
             self._note_error(attempt, peer.worker_id)
 
     def _usable(self, views: Views, prefill: PrefillSpeed, decode: DecodeSpeed) -> Views:
-        """Those that get new work; one whose GPU is in trouble is slower than what is usual, `prefill` and `decode`.
+        """Returns the workers that get new work; one with a GPU in trouble is slower than the usual speeds given.
 
-        Here and not in the topology: who judges what the cluster can do goes by what was measured.
+        This is not done in the topology, because judgements of what the cluster can do go by what was measured.
         """
         usable = self.watch.usable(views.worker_ids)
         if usable is not views.worker_ids:
@@ -394,7 +394,7 @@ class Dispatcher:
 
 
 def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:
-    """The worker at these speeds, or at its own where those are slower: throttling, which it feels, counts once."""
+    """Returns the worker at these speeds, or at its own if they are slower, so that throttling counts once."""
     return dataclasses.replace(
         view,
         prefill_speed=max(view.prefill_speed, prefill, key=lambda speed: speed.time_s(512)),
@@ -407,7 +407,7 @@ def _named(pair: tuple[str, str]) -> dict[str, str]:
 
 
 def prefill_queue_s(view: WorkerView) -> float:
-    """Until the prompts that wait there are computed."""
+    """Returns the time until the prompts that wait there are computed."""
     return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
 
 

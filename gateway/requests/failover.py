@@ -26,7 +26,7 @@ from services.scheduling.retry_budget import RetryBudget
 TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 """The failures of an attempt after which another pair of workers continues after the last token."""
 MAX_FAILURES = 16
-"""Failures of one answer that are tried again, however far it comes between them."""
+"""The most failures of one answer that are tried again, however far it comes between them."""
 
 _REASONS: dict[type[TandemError], str] = {
     WorkerLost: "worker_lost",
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def reason_of(failure: TandemError) -> str:
-    """The failure's class, or the nearest one above it, in one of a few words."""
+    """Returns the failure's class, or the nearest one above it, in one of a few words."""
     return next(reason for kind, reason in _REASONS.items() if isinstance(failure, kind))
 
 
@@ -58,7 +58,7 @@ class Failover:
         self._budget = RetryBudget(now_s=clock.monotonic())
 
     def note_accepted(self) -> None:
-        """A call was accepted, which allows others a little more retries."""
+        """Notes an accepted call, which allows a few more retries of others."""
         self._budget.note_request(self._clock.monotonic())
 
     async def after(self, request: RunningAnswer, failure: TandemError) -> None:

@@ -40,19 +40,19 @@ class Runs(Protocol):
         ...
 
     def fallback_after_s(self, model: str) -> float:
-        """How long a call that may fall back waits for a worker of this model."""
+        """Returns how long a call that may fall back waits for a worker of this model."""
         ...
 
     def is_served(self, model: str) -> bool:
-        """Whether this model has workers now; a call that may fall back waits for no others."""
+        """Returns whether this model has workers now; a call that may fall back waits for no others."""
         ...
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
-        """The call's answers for the next of its models that can take them; None: there is none."""
+        """Returns the call's answers for the next of its models that can take them; None: no such model is left."""
         ...
 
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
-        """Counts it."""
+        """Counts a call that another model answers."""
         ...
 
 
@@ -146,20 +146,20 @@ async def _end(starts: Sequence["_Start"]) -> None:
 
 
 class _Start:
-    """One answer, begun at once, whoever reads it and when. Must be ended."""
+    """One answer that begins at once, before anything reads it. Must be closed."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.first = asyncio.create_task(self._read_first(), name="first token")
 
     async def stream(self) -> Stream:
-        """All of the answer."""
+        """Yields all of the answer."""
         yield await self.first
         async for delta in self._stream:
             yield delta
 
     async def close(self) -> None:
-        """Ends what is left of it; nobody reads it any more, and its first token is there or will not come."""
+        """Ends what is left of it; it is no longer read, and its first token has arrived or will not come."""
         await self._stream.aclose()
 
     async def _read_first(self) -> Delta:

@@ -17,7 +17,7 @@ MAX_WAITING_PARTS = 4
 
 
 async def all_of(work: Sequence[Awaitable[Result]]) -> list[Result]:
-    """All results in order. The first failure cancels the rest and is raised when they have ended."""
+    """Returns all results in order. The first failure cancels the rest and is raised when they have ended."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
@@ -54,7 +54,7 @@ async def _forward(index: int, stream: AsyncGenerator[Part, None], parts: "_Part
 async def _close_when_done(tasks: "Sequence[asyncio.Task[None]]", parts: "_Parts[Part]") -> None:
     """Ends the reader's loop when all are done or one has failed; awaiting this raises the failure.
 
-    Cancelled, it must not wait for room: who cancels it does not read any more.
+    When it is cancelled it must not wait for room: the reader that cancels it no longer reads.
     """
     try:
         await asyncio.gather(*tasks)

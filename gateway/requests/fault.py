@@ -35,7 +35,7 @@ class Fault:
 
 
 def fault_of(attempt: "Attempt", session: WorkerSession, event: Event, error: TandemError) -> Fault:
-    """Which worker is to blame. A worker that only waited for its part of the work did not die of the request."""
+    """Returns the worker to blame. One that only waited for its part of the work did not die of the request."""
     if not isinstance(event, Failed):
         return Fault(error, worker=None if isinstance(error, TransferFailed) else session)
     is_fresh = session not in attempt.token_sources

@@ -11,7 +11,7 @@ from services.structured.form import AnswerForm, Reasoning, ToolCalls
 def answer_form(
     call: Call, tokenizer: ModelTokenizer, prompt_token_ids: Sequence[int], *, schema: str
 ) -> AnswerForm | None:
-    """The form of the call's answers, as this model writes calls and thoughts; None: they may be any text.
+    """Returns the form of the call's answers, as this model writes calls and thoughts; None: they may be any text.
 
     Calls that must be made leave no room for anything else. A schema beside tools leaves the choice to the model, as it
     has it without a schema. Strict tools are kept to where a token begins calls, which tells them from text. Raises

@@ -45,7 +45,7 @@ from services.scheduling.disaggregation import PrefillChoice
 
 
 class Requests:
-    """All requests of this gateway. `slow_request_s`: from when on the log has words about one; 0: never.
+    """All requests of this gateway. `slow_request_s`: the time from which the log describes one as slow; 0: never.
 
     `prefill_choice` says where the prompts of requests are computed that do not say so themselves.
     """
@@ -108,19 +108,19 @@ class Requests:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a place."""
+        """The number of requests that wait for a place."""
         return self._placing.num_queued
 
     def circuits(self) -> dict[str, CircuitReport]:
-        """By worker id, those that get no work, or should get none: why, with figures, and since when."""
+        """Returns by id the workers that get no work, or should get none: why, with figures, and since when."""
         return {report.worker_id: report for report in self._dispatcher.watch.circuits()}
 
     def cut_pairs(self) -> list[CutPairReport]:
-        """Pairs of workers between which pages keep failing to go."""
+        """Returns the pairs of workers between which pages keep failing to go."""
         return self._dispatcher.cut_pairs()
 
     def limits(self, model: ServedModel) -> ModelLimits:
-        """The model's limits, or less where no worker in rotation has pages for so much."""
+        """Returns the model's limits, lowered where no worker in rotation has enough pages for them."""
         return self._accepting.limits(model)
 
     async def accept(self, call: Call) -> AcceptedCall:
@@ -139,36 +139,36 @@ class Requests:
         return self._follow(accepted)
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
-        """Continues a call that a gateway accepted before; each answer continues after its emitted tokens.
+        """Continues a call that a gateway accepted before; each answer resumes after its emitted tokens.
 
-        With `call`, the same as its client sent it again, it may fall back as if it was new. Raises AlreadyExists while
-        the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit its model: it may
-        come from a store that anybody can write. Overloaded: the gateway is leaving.
+        With `call`, which is the same call as its client sent it again, it may fall back like a new one. Raises
+        AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit
+        its model: it may come from a store that anybody can write. Overloaded: the gateway is leaving.
         """
         return self._follow(self._accepting.adopt(stored, call))
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
-        """The call's answers for the next of its models that can take them, or None."""
+        """Returns the call's answers for the next of its models that can take them, or None."""
         generations = await self._accepting.fall_back(accepted)
         if generations is not None:
             self.log.add(accepted.generations[0].request_id, [one.request_id for one in generations])
         return generations
 
     def fallback_after_s(self, model: str) -> float:
-        """How long a call that may fall back waits for a worker of this model."""
+        """Returns how long a call that may fall back waits for a worker of this model."""
         return self.catalog[model].fallback_after_s
 
     def is_served(self, model: str) -> bool:
-        """Whether a decode worker of this model is ready."""
+        """Returns whether a decode worker of this model is ready."""
         return self._topology.num_ready("decode", model) > 0
 
     def only_identity(self, model: str) -> str:
-        """The `identity_key` that all workers of a model in rotation have; empty if they have several, or none."""
+        """Returns the `identity_key` that all workers of a model in rotation share; empty if they share none."""
         identities = self._topology.identities(model)
         return identities.pop() if len(identities) == 1 else ""
 
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
-        """Another model than the one asked for answers a call."""
+        """Notes that another model than the one asked for answers a call."""
         self._metrics.fallbacks.labels(asked, answering, reason).inc()
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
@@ -237,7 +237,7 @@ class Requests:
             observer.ended(request, error)
 
     def new_text(self, generation: AnswerSpec) -> AnswerText:
-        """What turns the answer's tokens into text, from its first token on."""
+        """Returns what turns the answer's tokens into text, from its first token on."""
         sampling = generation.sampling
         ends = () if sampling.ignore_eos else generation.eos_token_ids
         return AnswerText(
@@ -287,14 +287,14 @@ class Requests:
             self._dispatcher.note_success(attempt)
 
     async def _follow_move(self, request: RunningAnswer, attempt: Attempt, observer: AnswerObserver) -> Attempt:
-        """The attempt that continues after this moment: the same, or the one at the answer's new worker."""
+        """Returns the attempt that continues from here: this one, or the one at the answer's new worker."""
         newer = await self._moves.follow(request, attempt)
         if newer is not attempt:
             observer.moved(request, newer)
         return newer
 
     def _leave(self, request: RunningAnswer, observer: AnswerObserver) -> None:
-        """The request's attempt is over, however it ended."""
+        """Frees what the request's attempt holds, which is over, however it ended."""
         request.close_attempt()
         self._moves.end(request)
         if request.attempt is not None:
@@ -302,7 +302,7 @@ class Requests:
             self._dispatcher.release(request.attempt)
 
     def _population(self) -> dict[tuple[str, str, str], int]:
-        """Answers now by model, service class and state, zeros included."""
+        """Returns the present answers by model, service class and state, zeros included."""
         counts = {(model.name, one, state): 0 for model in self.catalog for one in SERVICE_CLASSES for state in STATES}
         for whose, num_waiting in self._placing.queued().items():
             counts[*whose, "queued"] += num_waiting
@@ -324,7 +324,7 @@ class Requests:
         return accepted
 
     def _note_refusal(self, call: Call, error: BaseException, arrived_s: float) -> None:
-        """A call was not accepted. It counts as its model's where it named one, with a class that exists."""
+        """Notes a call that was not accepted. It counts as its model's where it named one, with a class that exists."""
         try:
             model = self.catalog.resolve(call.model).name
         except InvalidRequest:

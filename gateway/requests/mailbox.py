@@ -11,11 +11,11 @@ from services.runtime.errors import TandemError
 
 
 class Mailbox:
-    """Events of one answer on their way from the sessions to whoever runs it."""
+    """Events of one answer on their way from the sessions to the task that runs it."""
 
     def __init__(self) -> None:
         self.events: deque[tuple[WorkerSession, Event]] = deque()
-        """To be taken from the left."""
+        """The events that wait, to be taken from the left."""
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._take_now: Callable[[], bool] | None = None
@@ -40,8 +40,8 @@ class Mailbox:
     async def wait(self, take_now: Callable[[], bool] | None = None) -> None:
         """Waits for at least one event. Raises the failure.
 
-        `take_now` is called for each event that comes meanwhile, where it comes: no task has to be woken for it. True:
-        the wait goes on, and it has taken the events. False: the wait is over. It must not raise.
+        `take_now` is called for each event that comes meanwhile, by the session that delivers it: no task has to be
+        woken. True: it has taken the events, and the wait continues. False: the wait is over. It must not raise.
         """
         while not self.events and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()

@@ -3,8 +3,8 @@
     Pause → Paused → Admit at another decode worker → HandOver → DecodeStarted there
 
 Everything happens in the request's own task, between two deltas: tokens that come before the worker has stopped are
-delivered as ever. Where nobody takes the answer, it goes on where it is and asks again while that worker is leaving.
-When the worker dies meanwhile, that is an ordinary failure, and the log has every token.
+delivered as ever. Where no worker takes the answer, it continues where it is and asks again while that worker is
+leaving. If the worker dies meanwhile, that is an ordinary failure, and the log has every token.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from services.runtime.errors import TandemError, WorkerUnavailable
 from services.scheduling.routing.views import WorkerView
 
 MAX_MOVES_PER_WORKER = 8
-"""At a time: what is paused waits for its pages to arrive, and they share one way out."""
+"""The most moves from a worker at a time: an answer is paused until its pages arrive, and all share one way out."""
 TRY_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ class Moves:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._givers: dict[RunningAnswer, str] = {}
-        """Answers under way, and the incarnation of the worker they leave."""
+        """The answers that are moving, and the incarnation of the worker that each leaves."""
         self._num_moves: Counter[str] = Counter()
 
     async def follow(self, request: RunningAnswer, attempt: Attempt) -> Attempt:
-        """The attempt that goes on after this moment: the same, or the one at the answer's new worker."""
+        """Returns the attempt that continues from here: this one, or the one at the answer's new worker."""
         if attempt.stage is AttemptStage.PAUSED:
             return await self._hand_over(request, attempt)
         if attempt.is_move and attempt.is_decoding:
@@ -49,7 +49,7 @@ class Moves:
         return attempt
 
     def end(self, request: RunningAnswer) -> None:
-        """The request moves no more, or its attempt is over."""
+        """Notes that the request no longer moves, or that its attempt is over."""
         giver = self._givers.pop(request, None)
         if giver is not None:
             self._num_moves[giver] -= 1
@@ -72,7 +72,7 @@ class Moves:
         self._num_moves[giver] += 1
 
     async def _hand_over(self, request: RunningAnswer, older: Attempt) -> Attempt:
-        """Finds a taker and has the pages sent there. Without one, the older attempt goes on."""
+        """Finds a taker and has the pages sent there. Without one, the older attempt continues."""
         try:
             for view in self._dispatcher.takers(request, older.decode):
                 newer = await self._offer(request, older, view)

@@ -1,9 +1,9 @@
 """Looks at the health of all workers again and again, and tries those that are kept from work with its own requests.
 
-So a circuit opens and closes whether clients ask anything or not, and no client's request is spent on finding out who
-has recovered. A trial is a small prompt and a few tokens: a decode worker computes all of it, a prefill worker the
-prompt, for a decode worker that is well. What it says of the worker is `gateway.topology.watch`'s business, as it is
-for any request; it is in no client's figures, log or limits.
+So a circuit opens and closes even while no client asks anything, and no client's request is spent on finding out which
+worker has recovered. A trial is a small prompt and a few tokens: a decode worker computes all of it, a prefill worker
+the prompt, for a decode worker that is well. What it says of the worker is `gateway.topology.watch`'s business, as it
+is for any request; it is in no client's figures, log or limits.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 
 LOOK_EVERY_S = 0.25
 AGAIN_S = 1.0
-"""After a trial, however it ended: one that found no room has said nothing, and the next may find none either."""
+"""The pause after a trial, also after one that found no room: the next one may not find any either."""
 NUM_PROMPT_TOKENS = 8
-"""Less than any page: nothing of it is kept in a cache."""
+"""The length of a trial's prompt: less than any page, so nothing of it is kept in a cache."""
 NUM_TOKENS = 8
 LEAST_LIMIT_S = 2.0
 LIMIT_FACTOR = 16.0
-"""A trial ends after so many times what it should take; it has failed long before."""
+"""A trial ends after this multiple of the time it should take; it has failed long before."""
 SHARERS = "trial"
 SERVICE_CLASS = 1
-"""Interactive: a trial is a few tokens, and every client waits for its result."""
+"""The class `interactive`, because a trial is a few tokens, and every client waits for its result."""
 
 _SAMPLING = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -119,7 +119,7 @@ class Monitor:
         except Overloaded:
             return False
         except TimeoutError:
-            pass  # Its stage was found late while it went on.
+            pass  # The watch found its stage late while it was running, and has noted that.
         except TandemError:
             self._dispatcher.note_failure(attempt)
         finally:

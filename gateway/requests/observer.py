@@ -120,16 +120,16 @@ class AnswerObserver:
         self._place(request, State.ADMITTED)
 
     def is_steady(self, attempt: Attempt) -> bool:
-        """Whether only the next tokens of this attempt are to be heard: `more_tokens` is enough until it ends."""
+        """Returns whether only tokens are to come of this attempt: `more_tokens` is enough until it ends."""
         return self._steady is attempt
 
     def more_tokens(self, request: RunningAnswer, num_tokens: int) -> None:
-        """Tokens came in the middle of a steady answer."""
+        """Notes tokens in the middle of a steady answer."""
         self._figures.generated_tokens.value += num_tokens
         self._figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
 
     def progressed(self, request: RunningAnswer, attempt: Attempt, delta: Delta) -> bool:
-        """A look at the attempt's events brought `delta`. Returns whether the answer is in another state now."""
+        """Notes what the attempt's events brought. Returns whether the answer is in another state now."""
         num_tokens = len(delta.token_ids)
         if num_tokens:
             self._note_tokens(request, delta, num_tokens)
@@ -146,7 +146,7 @@ class AnswerObserver:
         return is_new
 
     def moved(self, request: RunningAnswer, attempt: Attempt) -> None:
-        """It goes on as another attempt, whose decode worker gets its pages from the one before."""
+        """Notes that it continues as another attempt, whose decode worker gets its pages from the one before."""
         trace, before = self.trace, self._attempt
         trace.enter("transfer")
         trace.num_moves += 1

@@ -26,10 +26,10 @@ from services.scheduling.queue import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.routing.route import Route
 
 NO_WORKER_RETRY_S = 2.0
-"""When a client that found no decode worker is told to come back."""
+"""The time after which a client that found no decode worker is told to come back."""
 
 CHARS_PER_TOKEN = 4
-"""About, to guess a prompt's length."""
+"""The characters of a token, about, by which a prompt's length is guessed."""
 
 
 class Placing:
@@ -50,7 +50,7 @@ class Placing:
         self._policies = policies
         self._clock = clock
         self._before_queue: Counter[Lane] = Counter()
-        """Answers that wait until their model has a worker at all."""
+        """The answers that wait until their model has a worker at all."""
         self._lanes: dict[str, set[Lane]] = {model: set() for model in queues}
 
     @property
@@ -73,13 +73,13 @@ class Placing:
             queue.close(error)
 
     def lane(self, model: str, tenant: str, bound_to: str = "") -> Lane:
-        """Where a tenant's requests wait, or an answer that only workers with this `identity_key` may continue."""
+        """Returns the lane of a tenant's requests, or of answers that only this `identity_key` may continue."""
         lane = self._queues[model].lane(self._topology.lane_of(model, tenant, bound_to))
         self._lanes[model].add(lane)
         return lane
 
     def entry(self, generation: AnswerSpec, lane: Lane) -> QueueEntry:
-        """What the queue knows of an answer."""
+        """Returns what the queue knows of an answer."""
         service_class, arrived_s = ServiceClass.from_name(generation.facts.service_class), generation.arrived_s
         service_s, prompt_s = self._dispatcher.least_service_s(generation), self._dispatcher.prompt_s(generation)
         targets = generation.wishes.targets
@@ -139,7 +139,7 @@ class Placing:
             raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
     async def place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
-        """The attempt that workers took, at once or after waiting in the queue.
+        """Returns the attempt that workers took, at once or after waiting in the queue.
 
         Raises Overloaded if none has room in time, WorkerUnavailable if none can be reached, DeadlineExceeded.
         """
@@ -167,7 +167,7 @@ class Placing:
         if self._is_stranded(request):
             what = "no worker came in time that has the weights and the arithmetic of the answer's beginning"
         elif request.is_resumed:
-            what = "no worker came in time to go on with the answer"
+            what = "no worker came in time to continue the answer"
         else:
             what = "no worker had room in time"
         raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
@@ -208,19 +208,19 @@ class Placing:
         return None
 
     def _lane_of(self, request: RunningAnswer) -> Lane:
-        """Where it waits. An answer that began with what others do not have holds up only its like."""
+        """Returns the lane in which it waits. An answer bound to certain workers holds up only others like it."""
         generation, bound_to = request.generation, request.bound_to
         return self.lane(generation.model, generation.facts.tenant, bound_to) if bound_to else request.lane
 
     def _is_stranded(self, request: RunningAnswer) -> bool:
-        """Whether the answer has tokens, and no worker in rotation computes as its worker did, with the same weights.
+        """Returns whether it has tokens that no worker in rotation can continue with the same weights and arithmetic.
 
         Such a request does not stand in the queue, where others would wait behind it.
         """
         return bool(request.bound_to) and not self._dispatcher.allowed(request)
 
     def _patience(self, request: RunningAnswer) -> Deadline:
-        """Until when the request may wait for workers."""
+        """Returns the deadline of the request's wait for workers."""
         generation = request.generation
         if request.is_resumed:
             return generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
@@ -276,7 +276,7 @@ class Placing:
         raise failure
 
     def _new_attempt(self, request: RunningAnswer, route: Route) -> tuple[Attempt, list[PrefillSession]]:
-        """An attempt that goes this way, and the prefill workers for it, best first."""
+        """Returns an attempt on this route, and the prefill workers for it, best first."""
         self._dispatcher.book(request, route)
         decode = self._topology.decode_session(route.decode.worker_id)
         prefills = self._dispatcher.prefill_sessions(request, route) if route.is_remote else []
@@ -294,7 +294,7 @@ class Placing:
         self._dispatcher.note_sent(request, route)
 
     def _leave(self, request: RunningAnswer) -> None:
-        """Its attempt was not taken."""
+        """Leaves an attempt that no worker took."""
         request.close_attempt()
         if request.attempt is not None:
             self._dispatcher.release(request.attempt)

@@ -1,4 +1,5 @@
-"""What was expected of an answer's first and second token beside what came: a metric, and words where it is far off.
+"""When an answer's first and second token were expected and when they came: a metric, and a warning where it is far
+off.
 
 The second token is the first one that needs the prompt's pages at the decode worker, so it tells whether the price of
 the link was true. Knows no request.
@@ -15,7 +16,7 @@ FAR_RATIO, FAR_S = 2.0, 1.0
 """A token is far from its prediction where it is off by more than both."""
 WARNINGS_PER_S, WARNINGS_BURST = 0.1, 5
 PAIR_S = 30.0
-"""Of one pair of workers there is no more than one warning in this time."""
+"""The time in which a pair of workers is warned of at most once."""
 MAX_PAIRS = 4096
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Promises:
         self._warned_s: dict[tuple[str, str], float] = {}
 
     def note(self, model: str, attempt: AttemptStory, seen_s: float, *, is_second: bool) -> None:
-        """An answer's first or second token came `seen_s` after its only attempt was offered to workers."""
+        """Notes that an answer's first or second token came `seen_s` after its only attempt was offered to workers."""
         predicted_s = (attempt.predicted_second_us if is_second else attempt.predicted_ttft_us) / 1e6
         self._metrics.note_prediction(model, "second" if is_second else "first", predicted_s, seen_s)
         if not is_second or not is_far(predicted_s, seen_s):
@@ -56,6 +57,6 @@ class Promises:
 
 
 def is_far(predicted_s: float, seen_s: float) -> bool:
-    """Whether a prediction was so wrong that somebody should know."""
+    """Returns whether a prediction was so wrong that operators should know."""
     larger, smaller = max(predicted_s, seen_s), min(predicted_s, seen_s)
     return larger - smaller > FAR_S and larger > FAR_RATIO * smaller

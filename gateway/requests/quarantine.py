@@ -1,14 +1,14 @@
-"""Requests that their workers die of: none takes more than a few workers with it, and none is guilty by chance.
+"""Requests that kill their workers: none takes more than a few workers with it, and none is found guilty by chance.
 
 A request that kills whatever computes it would take a whole cluster down, one retry after another. A strike is an
 attempt during which a worker process died that was computing the request. One strike proves nothing: the request was
-beside a death, and nearly every death is nobody's fault. So it is tried alone: no other suspect is sent to the same
-workers, which says of whom they die. Any new token clears it, because a long answer may well lose two workers, or ten,
-to causes that are not its own, while a request that kills whatever computes it never gets one. It is guilty when
-MAX_STRIKES workers have died of it without a new token in between, ALONE_STRIKES of them in trials that it shared with
-nobody; one trial more where workers have died lately that it had nothing to do with, since then its own deaths may have
-been chance too. So two deaths by chance never make a request guilty, and a request that kills takes three workers; four
-where others die meanwhile, or where it cannot be kept apart from another suspect.
+beside a death, and nearly every death is no request's fault. So it is tried alone: no other suspect is sent to the same
+workers, which tells the request that they die of. Any new token clears it, because a long answer may well lose two
+workers, or ten, to causes that are not its own, while a request that kills whatever computes it never gets one. It is
+guilty when MAX_STRIKES workers have died of it without a new token in between, ALONE_STRIKES of them in trials that it
+shared with no other; one trial more where workers have died lately that it had nothing to do with, since then its own
+deaths may have been chance too. So two deaths by chance never make a request guilty, and a request that kills takes
+three workers; four where others die meanwhile, or where it cannot be kept apart from another suspect.
 
 Requests that a dead worker had only just begun wait for their trial, TRIAL_WAIT_S at most. Half of a model's workers
 may have a trial at the same time, so that a hundred suspects do not wait for each other one by one. Requests that the
@@ -16,8 +16,8 @@ worker had been computing for a while without harm do not wait: they continue at
 is free.
 
 A process that turns out to be alive, because only the connection broke, takes its strike back. A process that died can
-tell nobody what it was computing, so its partner is asked (`hear_out`), and nobody is judged before all requests that
-lost the same process know whether they were computed there.
+tell what it was computing, so its partner is asked (`hear_out`), and no request is judged before all those that lost
+the same process know whether they were computed there.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ from services.runtime.errors import Quarantined, TandemError, WorkerLost
 
 QUARANTINED = "workers have died of this request; it is not computed for a while"
 MAX_STRIKES = 3
-"""Deaths of workers that computed a request, without a new token in between, that make it guilty."""
+"""The deaths of workers computing a request, without a new token in between, that make it guilty."""
 ALONE_STRIKES = 2
-"""How many of them must have come while it was tried alone."""
+"""The number of them that must have come while it was tried alone."""
 DEATHS_S = 60.0
-"""Deaths that a request had nothing to do with speak for it for this long."""
+"""The time for which a death that a request had nothing to do with speaks for it."""
 LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; a process that speaks later is alive."""
 WORD_WAIT_S = 1.0
@@ -71,7 +71,7 @@ class QuarantineList(Protocol):
     def __contains__(self, fingerprint: str) -> bool: ...
 
     def add(self, fingerprint: str) -> None:
-        """Refused from now on, for a while."""
+        """Has this fingerprint refused from now on, for a while."""
         ...
 
 
@@ -104,10 +104,10 @@ class Quarantine:
         self._clock = clock
         self._struck: WeakSet[RunningAnswer] = WeakSet()
         self._heard = asyncio.Event()
-        """Set when it is known what an attempt has failed of; then there is another one for the next."""
+        """An event that is set when it is known why an attempt has failed; then a new one replaces it for the next."""
         self._awaiting_trial: deque[RunningAnswer] = deque()
         self._deaths: dict[str, _Death] = {}
-        """By process, of those that may have died of a request; not those that a guilty one has killed."""
+        """The deaths of processes that may have died of a request, without those that a guilty one has killed."""
 
     def check(self, request: RunningAnswer) -> None:
         """Raises Quarantined for a request that must not be computed."""
@@ -115,11 +115,11 @@ class Quarantine:
             raise Quarantined(QUARANTINED)
 
     async def hear_out(self, attempt: Attempt) -> None:
-        """After a failure that leaves open who died, or of what: asks the worker that can tell. Takes a bounded time.
+        """Asks the worker that can tell which one died, and why, if a failure leaves that open. Takes a bounded time.
 
-        A worker has died: the word that it had begun, or that it could, may have died with it or be on its way, and
-        the other one knows. One says that the other one does not answer: it may be dead without our having noticed.
-        A worker that hangs says nothing for WORD_WAIT_S. Raises the request's failure.
+        Where a worker has died, its message that it had begun, or could begin, may have been lost with it or be on its
+        way, and the other worker knows. Where one reports that the other does not answer, that one may be dead without
+        our having noticed. A worker that hangs says nothing for WORD_WAIT_S. Raises the request's failure.
         """
         try:
             witness = _witness_of(attempt)
@@ -138,14 +138,14 @@ class Quarantine:
         try:
             is_poison = await self._is_poison(request)
         finally:
-            # Not before it is known who died: the next one on trial must not be sent there.
+            # Not before the dead worker is known: the next request on trial must not be sent there.
             self.end_trial(request)
         if is_poison:
             self._note_poison(request)
             raise Quarantined(QUARANTINED) from failure
 
     def counts(self, strike: Strike) -> bool:
-        """Whether one of the strike's suspects is known to have died."""
+        """Returns whether one of the strike's suspects is known to have died."""
         return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
 
     async def await_trial(self, request: RunningAnswer) -> None:
@@ -154,13 +154,13 @@ class Quarantine:
             await self._begin_trial(request, max_wait_s=TRIAL_WAIT_S if request.strikes[-1].is_fresh else 0.0)
 
     def end_trial(self, request: RunningAnswer) -> None:
-        """The request has got a token, has failed again or is over: the next one may be tried."""
+        """Lets the next request be tried: this one has got a token, has failed again or is over."""
         if request in self._dispatcher.on_trial:
             self._dispatcher.on_trial.discard(request)
             self._nudge_awaiting()
 
     async def _begin_trial(self, request: RunningAnswer, *, max_wait_s: float) -> None:
-        """Waits for a place for its trial, for a bounded time. Without one the request goes on untried."""
+        """Waits for a place for its trial, for a bounded time. Without one the request continues untried."""
         self._awaiting_trial.append(request)
         try:
             if max_wait_s:
@@ -172,11 +172,11 @@ class Quarantine:
             self._nudge_awaiting()
 
     def _may_be_tried(self, request: RunningAnswer) -> bool:
-        """Whether a worker is left for its trial, and nobody has waited longer for one."""
+        """Returns whether a worker is left for its trial, and no other request has waited longer for one."""
         model = request.generation.model
         ahead = next(other for other in self._awaiting_trial if other.generation.model == model)
         on_trial = [other for other in self._dispatcher.on_trial if other.generation.model == model]
-        # Who did not wait for its trial keeps nobody from having one.
+        # A request that did not wait for its trial keeps no other from having one.
         num_on_trial = sum(other.strikes[-1].is_fresh for other in on_trial if other.strikes)
         num_workers = [self._topology.num_ready(role, model) for role in ROLES]
         return ahead is request and num_on_trial < max(1, min(filter(None, num_workers), default=0) // 2)
@@ -222,12 +222,12 @@ class Quarantine:
                     death.tried.add(request.generation.request_id)
 
     def _was_shared(self, strike: Strike) -> bool:
-        """Whether two were tried at the same process: they could only both go where there was one way."""
+        """Returns whether two were tried at the same process, which happens where only one route exists."""
         deaths = (self._deaths.get(name) for name in strike.suspects)
         return any(death is not None and len(death.tried) > 1 for death in deaths)
 
     def _has_others_deaths(self, request: RunningAnswer) -> bool:
-        """Whether workers have died lately that were not computing this request: then chance may be at work."""
+        """Returns whether workers have died lately that were not computing this request: then chance may be at work."""
         own: set[str] = set().union(*(strike.suspects for strike in request.strikes))
         return any(not self._topology.is_alive(name) for name in self._deaths.keys() - own)
 
@@ -240,7 +240,7 @@ class Quarantine:
                     await self._heard.wait()
 
     async def _learn_who_died(self, request: RunningAnswer, suspects: frozenset[str]) -> None:
-        """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""
+        """Waits until each suspect has spoken again or is known to be gone, at the latest by its silence."""
         heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
         patience = request.generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
         changes = self._topology.changes()
@@ -252,7 +252,7 @@ class Quarantine:
 
 
 def _witness_of(attempt: Attempt) -> WorkerSession | None:
-    """The worker that can explain the failure, or None."""
+    """Returns the worker that can explain the failure, or None."""
     fault = attempt.fault
     if fault is None or fault.is_certain:
         return None
@@ -266,11 +266,11 @@ def _witness_of(attempt: Attempt) -> WorkerSession | None:
 
 
 def _take_word(attempt: Attempt, word: Cancelled | Failed) -> None:
-    """A witness has told of a failed attempt: that says which worker may have died of it."""
+    """Notes which worker may have died of a failed attempt, by what a witness has told."""
     if isinstance(word, Failed) and isinstance(word.error, WorkerLost):
         return  # It is gone, too: what was believed of it is true.
-    assert attempt.fault is not None, "who has a witness has a fault"
-    # Pages are reserved before a prompt is computed, and whose transfer failed has had them.
+    assert attempt.fault is not None, "only an attempt with a fault has a witness"
+    # Pages are reserved before a prompt is computed, so an attempt whose transfer failed has had them.
     has_begun = isinstance(word, Failed) or word.has_begun
     lost = attempt.fault.worker
     if attempt.prefill is not None and lost is attempt.prefill and has_begun:
@@ -282,9 +282,9 @@ def _take_word(attempt: Attempt, word: Cancelled | Failed) -> None:
 
 
 def fingerprint_of(generation: AnswerSpec) -> str:
-    """The same for the same request, on every gateway; its seed, which is usually drawn, left out. 64 hex digits.
+    """Returns 64 hex digits, equal for equal requests on every gateway, without the seed, which is usually drawn.
 
-    Empty where it cannot be made, with an error in the log: such a request is in no quarantine, rather than lost.
+    It is empty where it cannot be made, with an error in the log: such a request escapes quarantine, but is not lost.
     """
     sampling = msgspec.structs.replace(generation.sampling, seed=0)
     named = (generation.model, list(generation.prompt_token_ids), sampling)

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for room in the cluster: whose turn it is, when one may start, and who is refused.
+"""The queue of requests that wait for room in the cluster: whose turn it is, when one may start, and which are refused.
 
 The order and the judgement are `services.scheduling`'s business (`queue`, `lanes`, `overload`); whether there is room
 for the first request is asked of the caller that entered it. Knows no worker. A request that is let go has left the
@@ -30,17 +30,17 @@ from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, Servi
 from services.scheduling.routing.route import Route
 
 GATHER_S = 0.002
-"""Signs that there may be room come with every step of every worker: those of so long are answered together."""
+"""The time for which signs of room are gathered and answered together: every step of every worker brings one."""
 MAX_SILENCE_S = 0.25
-"""Looks again at least this often, should no sign come."""
+"""The longest time without a look at the queue, should no sign come."""
 COME_BACK_S = 0.02
-"""Who was refused by a worker that seemed to have room asks again after this; nobody behind it goes before."""
+"""The time after which a request asks again that a worker refused in spite of its room; it keeps its place."""
 
 
 TakeRoom = Callable[[Set[str]], bool]
-"""Keeps a place for a request on workers other than those with these ids. False: there is none."""
+"""Keeps a place for a request on workers other than those with these ids. False: none has a place."""
 Awaited = Callable[[], Set[str]]
-"""Gives the ids of the workers that nobody behind a request may take, now that it has no room."""
+"""Gives the ids of the workers that no request behind this one may take, now that it has no room."""
 
 
 class Lane:
@@ -81,31 +81,31 @@ class Lane:
         return verdict
 
     def promised_s(self, service_class: ServiceClass, own: Targets, *, arrived_s: float, prompt_s: float) -> float:
-        """When the turn of a request must have come to keep what it is promised; `math.inf`: that is nothing."""
+        """Returns when a request's turn must have come to keep what it was promised; `math.inf`: nothing was."""
         targets = self._targets.stricter(own)
         return self._policy.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s)
 
     def when_full(self, entry: QueueEntry) -> Overloaded:
-        """What a request is told for which the queue has no room, or had until a more urgent one came."""
+        """Returns the error of a request that finds the queue full, or that a more urgent one has pushed out."""
         verdict = self._policy.when_full(
             entry, self._load(entry, None), SYSTEM_CLOCK.monotonic(), jitter=self._random.random()
         )
         return _refused(verdict)
 
     def may_start(self, entry: QueueEntry, route: Route) -> bool:
-        """Whether its turn may come now that there is room; False: that is kept for requests that cannot wait."""
+        """Returns whether its turn may come now; False: the room is kept for requests that cannot wait."""
         return self._policy.may_start(entry, self._load(entry, route))
 
     def note_waiting(self, *, is_for_room: bool) -> None:
-        """The first in the queue could not go: for want of room, or because it may not start yet."""
+        """Notes that the first in the queue could not go, for want of room or because it may not start yet."""
         self._policy.note_backlog(SYSTEM_CLOCK.monotonic(), is_backlogged=is_for_room)
 
     def note_started(self, entry: QueueEntry, admitted: Admit | None) -> None:
-        """Workers took it. `admitted` is what `check` said of it; None: it was running before."""
+        """Notes that workers took it. `admitted` is what `check` said of it; None: it was running before."""
         self._policy.note_start(entry, SYSTEM_CLOCK.monotonic(), is_backlogged=len(self.queue) > 0, admitted=admitted)
 
     def note_ended(self, entry: QueueEntry) -> None:
-        """One that may have started is over."""
+        """Notes that a request is over, which may have started."""
         now_s = SYSTEM_CLOCK.monotonic()
         self._policy.note_end(entry.key, now_s)
         if not len(self.queue):
@@ -153,27 +153,27 @@ class AdmissionQueue:
         self._lanes: dict[str, Lane] = {}
         self._places: dict[Hashable, WaitingPlace] = {}
         self._asking: dict[Lane, WaitingPlace] = {}
-        """Ask again, and hold up the others of their lanes."""
+        """The places that ask again, and hold up the others of their lanes."""
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self.closed_by: TandemError | None = None
-        """Raised by every wait from now on."""
+        """The error that every wait raises from now on; None while the queue is open."""
 
     def __len__(self) -> int:
-        """Requests in the queue."""
+        """Returns the number of requests in the queue."""
         return sum(len(lane.queue) for lane in self._lanes.values())
 
     def lane(self, name: str) -> Lane:
-        """The lane with this name."""
+        """Returns the lane with this name."""
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = self._make_lane(name)
         return lane
 
     def is_behind_others(self, entry: QueueEntry) -> bool:
-        """Whether somebody waits, in whichever lane, of the same class or a higher one.
+        """Returns whether a request of the same class or a higher one waits, in any lane.
 
-        Who may overtake them all the same, for its workers are others, is found by a look at the queue.
+        Which ones may overtake it nevertheless, because they use other workers, is found by a look at the queue.
         """
         return any(lane.queue.num_ahead(entry.service_class) > 0 for lane in self._lanes.values())
 
@@ -187,11 +187,11 @@ class AdmissionQueue:
         is_resumed: bool = False,
         was_refused: bool = False,
     ) -> "WaitingPlace":
-        """A place in a lane of the queue; for a request that was already running, at the front and beyond the bound.
+        """Returns a place in a lane of the queue; at the front and beyond the bound for one that was already running.
 
-        `take_room` is asked when it is first, `awaited` if it has to wait on. `was_refused`: a worker that seemed to
-        have room had none. Raises Overloaded if the lane is full; who has a lower class is pushed out instead, and told
-        so. The place is left by leaving its `with` block.
+        `take_room` is asked when it is first, `awaited` if it has to wait longer. `was_refused`: a worker that seemed
+        to have room had none. Raises Overloaded if the lane is full; a request of a lower class, if there is one, is
+        pushed out instead and told so. The place is left by leaving its `with` block.
         """
         place = WaitingPlace(self, entry, take_room, awaited=awaited, lane=lane, is_resumed=is_resumed)
         if was_refused:
@@ -220,7 +220,7 @@ class AdmissionQueue:
             place.end(error)
 
     def take_back(self, place: "WaitingPlace") -> None:
-        """No worker took it."""
+        """Takes back a place whose request no worker took."""
         if self._asking.get(place.lane) is place:
             del self._asking[place.lane]
         elif not place.was_ended:
@@ -247,12 +247,12 @@ class AdmissionQueue:
         self._timer, self._due_s = loop.call_at(due_s, self._look), due_s
 
     def _look(self) -> None:
-        """Lets everybody go who can go now, in order."""
+        """Lets every request go that can go now, in order."""
         self._timer = None
         now_s = self._clock.monotonic()
         for lane in self._lanes.values():
             for entry in lane.queue.expire(now_s):
-                self._places.pop(entry.key).end(DeadlineExceeded("the request's deadline cannot be met any more"))
+                self._places.pop(entry.key).end(DeadlineExceeded("the request's deadline can no longer be met"))
             lane.queue.yield_late(now_s)
         wait_s = MAX_SILENCE_S
         held: set[Lane] = set()
@@ -281,7 +281,7 @@ class AdmissionQueue:
             self._order.clear()
 
     def _first(self, held: Set[Lane]) -> "WaitingPlace | None":
-        """Whose turn it is among the lanes that are not held up."""
+        """Returns the place whose turn it is, among the lanes that are not held up."""
         heads = [lane.queue.peek() for lane in self._lanes.values() if lane not in held]
         places = [self._places[entry.key] for entry in heads if entry is not None]
         if len(places) < 2:
@@ -289,7 +289,7 @@ class AdmissionQueue:
         return min(places, key=lambda place: self._order.key(place.entry, is_resumed=place.is_resumed))
 
     def _hold_up(self, place: "WaitingPlace", held: set[Lane], kept: set[str]) -> None:
-        """Nobody of its lane goes before it, and nobody of the others takes what it waits for."""
+        """Holds up its own lane, and keeps the workers that it waits for from the others."""
         held.add(place.lane)
         if len(held) < len(self._lanes):
             kept |= place.awaited()
@@ -315,7 +315,7 @@ class WaitingPlace:
         self.awaited = awaited
         self.not_before_s = 0.0
         self.is_careful = False
-        """Keeps its place while it asks."""
+        """Whether it keeps its place while it asks."""
         self._queue = queue
         self._ended_by: TandemError | None = None
         self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -329,16 +329,16 @@ class WaitingPlace:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits here any more."""
+        """Whether the wait here is over."""
         return self._turn.done()
 
     def go(self) -> None:
-        """It is this one's turn."""
+        """Ends the wait: it is this one's turn."""
         if not self._turn.done():
             self._turn.set_result(None)
 
     def end(self, error: TandemError) -> None:
-        """The wait is over without a turn."""
+        """Ends the wait without a turn."""
         self._ended_by = error
         if not self._turn.done():
             self._turn.set_result(None)
@@ -349,12 +349,12 @@ class WaitingPlace:
         return self._ended_by is not None
 
     def be_careful(self) -> None:
-        """There was less room than it seemed: it waits a moment before it asks again."""
+        """Has it wait a moment before it asks again, since there was less room than it seemed."""
         self.is_careful = True
         self.not_before_s = asyncio.get_running_loop().time() + COME_BACK_S
 
     def come_back(self) -> None:
-        """No worker took it: it waits again, with the rank it had."""
+        """Has it wait again with the rank it had, since no worker took it."""
         self._turn = asyncio.get_running_loop().create_future()
         self.be_careful()
         self._queue.take_back(self)

@@ -12,7 +12,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def seed_source(seed: int | None) -> Callable[[], int]:
-    """Seeds for requests without one: the same sequence for the same `seed`, unpredictable without."""
+    """Returns a source of seeds for requests without one: repeatable with a `seed`, unpredictable without."""
     source = random.Random(secrets.randbits(256) if seed is None else seed)  # noqa: S311 - a generator that a seed repeats, seeded well
     return lambda: source.getrandbits(63)
 
@@ -32,5 +32,5 @@ def key_seed(tenant: str, idempotency_key: str) -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """An int64 seed for one of several answers to a prompt; the first one has the request's own."""
+    """Returns an int64 seed for one of several answers to a prompt; the first one has the request's own."""
     return (seed + choice * _SEED_STEP + 2**63) % 2**64 - 2**63

@@ -26,12 +26,13 @@ class TokenLog:
         self.token_ids: list[int] = list(token_ids)
         self._max_tokens = max_tokens
         self._num_prompt_logprobs = num_prompt_logprobs
-        # Who began the answer elsewhere has computed the prompt, and how much of it is not known here.
+        # The worker that began the answer elsewhere computed the prompt, and how much of it was cached is not known
+        # here.
         self._num_cached_tokens: int | None = 0 if token_ids else None
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt, from its beginning, that no attempt computed: pages of other requests were there."""
+        """Tokens from the prompt's beginning that no attempt computed, because other requests had left their pages."""
         return self._num_cached_tokens or 0
 
     @property
@@ -41,15 +42,15 @@ class TokenLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are max_tokens tokens."""
+        """Whether it has max_tokens tokens."""
         return len(self.token_ids) >= self._max_tokens
 
     def num_left(self) -> int:
-        """Tokens that may come at most."""
+        """Returns the number of tokens that may still come."""
         return self._max_tokens - len(self.token_ids)
 
     def note_prefill(self, num_cached_tokens: int) -> None:
-        """An attempt computes the prompt but for its first tokens."""
+        """Notes that an attempt computes the prompt except for its first tokens."""
         # What one attempt computed, the next may find as pages: the request has computed it all the same.
         known = self._num_cached_tokens
         self._num_cached_tokens = num_cached_tokens if known is None else min(known, num_cached_tokens)

@@ -102,7 +102,7 @@ class EngineParts:
         return SequenceLimits(config.context_length_tokens, config.vocab_size, self.pool.num_pages, layout.page_size)
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
-        """All that decides the tokens which it gives; the engine itself has seen no tokenizer and no grammar."""
+        """Returns all that decides the tokens which it gives; the engine has seen no tokenizer and no grammar."""
         return AnswerIdentity(
             engine=ENGINE,
             weights=self.fingerprint,
@@ -114,7 +114,7 @@ class EngineParts:
         )
 
     def record_fields(self, identity: AnswerIdentity) -> dict[str, Any]:
-        """What others must know of this engine, as fields of a WorkerRecord."""
+        """Returns what others must know of this engine, as fields of a WorkerRecord."""
         layout = self.pool.layout
         return {
             "exact": self.model.exact,
@@ -144,7 +144,7 @@ def load_engine(
     shares_weights: bool = False,
     captures_graphs: bool = True,
 ) -> EngineParts:
-    """Load a checkpoint folder and set memory aside for its KV pages.
+    """Loads a checkpoint folder and sets memory aside for its KV pages.
 
     How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
     `host_tier_bytes`, stands in `services.engine.cache.memory`. `threads` is for torch, process-wide. With
@@ -318,7 +318,7 @@ class Engine:
         emitted_token_ids: SequenceOf[int] = (),
         grammar: Grammar | None = None,
     ) -> Sequence:
-        """Queue a request; `emitted_token_ids` are tokens of its answer that an earlier attempt already gave.
+        """Queues a request; `emitted_token_ids` are tokens of its answer that an earlier attempt already gave.
 
         Raises:
             InvalidRequest: it is empty, too long, or names token ids that do not exist.
@@ -342,13 +342,13 @@ class Engine:
         return sequence
 
     def step(self) -> list[EngineOutput]:
-        """Plan, compute, apply; return the tokens that this step gave. Without work it returns nothing."""
+        """Plans, computes, applies; returns the tokens that this step gave. Without work it returns nothing."""
         self._admit()
         plan = self._plan()
         return self._apply(plan, self._parts.runner.run(plan))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is. One that has ended is left alone."""
+        """Forgets a sequence, wherever it is. One that has ended is left alone."""
         lease = self._running.pop(sequence, None)
         if lease is not None:
             lease.close()
@@ -358,7 +358,7 @@ class Engine:
     def generate(
         self, prompts: SequenceOf[SequenceOf[int]], sampling: Sampling | SequenceOf[Sampling]
     ) -> list[list[int]]:
-        """Run prompts to their end, together; return the answers' token ids in the prompts' order.
+        """Runs prompts to their end, together; returns the answers' token ids in the prompts' order.
 
         `sampling` is one for all or one for each. Outputs of requests added otherwise in the meantime are dropped.
 
@@ -381,7 +381,7 @@ class Engine:
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
     def close(self) -> None:
-        """Cancel everything; all pages are free then."""
+        """Cancels everything; all pages are free then."""
         for sequence in [*self._running, *self._waiting]:
             self.cancel(sequence)
 

@@ -83,7 +83,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> GpuStep:
-        """Do the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+        """Does the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
 
         Raises InvariantViolated as `run` does.
         """
@@ -97,7 +97,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Do the rest of `run`, and launch the next step where it is known what that will be."""
+        """Does the rest of `run`, and launches the next step where it is known what that will be."""
         assert isinstance(step, GpuStep), "the runner that prepared a step computes it"
         with self._on_device():
             read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
@@ -210,7 +210,7 @@ class _Ahead:
         self._tokens = {id(item.sequence): token for item, token in zip(items, tokens, strict=True)}
 
     def rows_of(self, items: SequenceOf[StepItem]) -> list[int] | None:
-        """The rows that these items have in it; None where one has none, or is not what it was expected to be."""
+        """Returns the rows that these items have in it; None where one is missing or not what it was expected to be."""
         rows = []
         for item in items:
             row = self._rows.get(id(item.sequence))

@@ -104,7 +104,7 @@ class Model:
         return self.decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
 
     def whole_rope(self) -> torch.Tensor:
-        """The rotary table [P, 2, D/2] of the whole context; from then on it stays where it is in memory."""
+        """Returns the rotary table [P, 2, D/2] of the whole context; from then on it stays where it is in memory."""
         return self._rope.ensure(self.config.context_length_tokens)
 
     def repeatable(
@@ -231,7 +231,7 @@ def _make_decoder(config: ModelConfig, weights: ModelWeights, kernels: Kernels |
 
 
 def _can_use_triton() -> bool:
-    """Whether it is installed and works: it compiles a part of itself, for which a compiler and headers are needed."""
+    """Returns whether Triton is installed and works: it compiles a part of itself, with a compiler and headers."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:

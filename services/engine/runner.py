@@ -51,7 +51,7 @@ class ModelRunner:
         """Views of buffers, of the lengths asked for last."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens, write their KV into the pool and sample where that is due.
+        """Computes the plan's tokens, writes their KV into the pool and samples where that is due.
 
         Raises:
             InvariantViolated: the plan contradicts its sequences (too many tokens, too few pages, unknown token ids).
@@ -59,7 +59,7 @@ class ModelRunner:
         return self.compute(self.prepare(plan))
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """Do the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+        """Does the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
 
         Raises InvariantViolated as `run` does.
         """
@@ -71,7 +71,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Do the rest of `run`, most of it without the interpreter's lock. What it says was computed is in the pool."""
+        """Does the rest of `run`, mostly without the interpreter's lock. What it reports as computed is in the pool."""
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":
@@ -100,7 +100,7 @@ class ModelRunner:
         return [next(chosen) if item.is_sampled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
-        """Compute a part of a prompt piece by piece, and say of each of its tokens' successors how likely it was."""
+        """Computes a part of a prompt piece by piece, and says of each of its tokens' successors how likely it was."""
         sequence = copy.copy(item.sequence)  # of which only how far it has come is another
         count = sequence.sampling.prompt_logprobs or 0
         reports: list[SampledToken] = []
@@ -164,7 +164,7 @@ class ModelRunner:
         )
 
     def _pack_next_tokens(self, items: list[StepItem]) -> _Packed:
-        """Do the same where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
+        """Does this where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
         page_size = self._pool.layout.page_size
         token_ids, positions, slots, ends, query_start = [], [], [], [], [0]
         for item in items:
@@ -194,7 +194,7 @@ class ModelRunner:
         )
 
     def _filled(self, name: str, values: SequenceOf[int], dtype: type[np.signedinteger]) -> torch.Tensor:
-        """Return the named buffer with these values."""
+        """Returns the named buffer with these values."""
         array, tensor = self._views.get(name, (None, None))
         if array is None or tensor is None or len(array) != len(values):
             array = self._buffer(name, len(values), dtype)
@@ -204,7 +204,7 @@ class ModelRunner:
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _page_tables(self, items: list[StepItem], num_pages: int) -> np.ndarray:
-        """Return int32 [B, num_pages]; entries beyond a sequence's own pages are 0."""
+        """Returns int32 [B, num_pages]; entries beyond a sequence's own pages are 0."""
         tables = self._buffer("page_tables", len(items) * num_pages, np.int32).reshape(len(items), num_pages)
         for row, item in enumerate(items):
             page_ids = item.sequence.page_table[:num_pages]
@@ -213,7 +213,7 @@ class ModelRunner:
         return tables
 
     def _buffer(self, name: str, size: int, dtype: type[np.signedinteger]) -> np.ndarray:
-        """Return `size` elements of the named buffer, which grows by doubling; their content is anything."""
+        """Returns `size` elements of the named buffer, which grows by doubling; their content is anything."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[name] = np.empty(max(64, 2 * size), dtype=dtype)
@@ -250,7 +250,7 @@ class _Packed:
 def choose(
     logits: torch.Tensor, items: list[StepItem], *, kernels: Kernels | None = None
 ) -> list[SampledToken | SampledTokens | NonFiniteLogits]:
-    """Choose the tokens of items that are sampled; `logits` has the rows of each one's last token and its proposals.
+    """Chooses the tokens of items that are sampled; `logits` has the rows of each one's last token and its proposals.
 
     The token behind a proposal is what `sample` would have given in a step of its own, with the proposal in place. It
     counts as far as the proposals are what was chosen; with the noise a function of seed and position, that is no
@@ -279,7 +279,7 @@ def choose(
 def _one_by_one(
     item: StepItem, outcome: SampledToken | NonFiniteLogits, logits: torch.Tensor, kernels: Kernels | None
 ) -> Iterator[SampledToken | NonFiniteLogits]:
-    """Give the choices of an item, `outcome` and those behind it, each made when it is asked for."""
+    """Gives the choices of an item, `outcome` and those behind it, each made when it is asked for."""
     yield outcome
     for num_ahead in range(1, 1 + len(item.proposed)):
         ahead = Lookahead(item.sequence, item.proposed[:num_ahead])
@@ -289,7 +289,7 @@ def _one_by_one(
 def accepted(
     item: StepItem, outcomes: Iterable[SampledToken | NonFiniteLogits]
 ) -> SampledToken | SampledTokens | NonFiniteLogits:
-    """Return what counts of the choices behind an item's last token and behind each of its proposals."""
+    """Returns what counts of the choices behind an item's last token and behind each of its proposals."""
     tokens: list[SampledToken] = []
     for outcome, proposal in zip(outcomes, (*item.proposed, None), strict=False):
         if not isinstance(outcome, SampledToken):
@@ -303,7 +303,7 @@ def accepted(
 
 
 def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
-    """Return int64 [rows]: of items that are sampled, the rows of their last token and of their proposals."""
+    """Returns int64 [rows]: of items that are sampled, the rows of their last token and of their proposals."""
     is_sampled = np.array([item.is_sampled for item in items])
     last: np.ndarray = ends[is_sampled].astype(np.int64) - 1
     num_proposed = [len(item.proposed) for item in items if item.is_sampled]
@@ -314,7 +314,7 @@ def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
 
 
 def check_plan(plan: StepPlan, page_size: int) -> None:
-    """Raise InvariantViolated for a plan that contradicts its sequences."""
+    """Raises InvariantViolated for a plan that contradicts its sequences."""
     if len({id(item.sequence) for item in plan.items}) != len(plan.items):
         raise InvariantViolated("a sequence occurs twice in a step")
     for item in plan.items:

@@ -74,7 +74,7 @@ def sample(
 
 
 def is_plain(sequence: Chooser) -> bool:
-    """Whether nothing but the logits, temperature, min_p, noise and a grammar decides the sequence's next token."""
+    """Returns whether only logits, temperature, min_p, noise and a grammar decide the sequence's next token."""
     sampling = sequence.sampling
     may_stop = sequence.num_generated_tokens >= sampling.min_tokens or not sampling.stop_token_ids
     is_changed = sampling.logit_bias or sampling.has_penalties or (_is_cut(sampling) and not sampling.is_greedy)

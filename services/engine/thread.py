@@ -55,11 +55,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to run. Commands submitted before wait until here."""
+        """Begins to run. Commands submitted before wait until here."""
         self._thread.start()
 
     def submit(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run `command` on the engine thread before its next step, in order of submission, from any thread.
+        """Runs `command` on the engine thread before its next step, in order of submission, from any thread.
 
         The future fails with WorkerUnavailable when the thread has ended or ends first. It can be cancelled until the
         command begins. Waiting for it on the engine thread itself would never end.
@@ -75,18 +75,18 @@ class EngineThread:
         return future
 
     def wake(self) -> None:
-        """Make an idle thread call `step` once more: something outside has changed."""
+        """Makes an idle thread call `step` once more: something outside has changed."""
         with self._changed:
             self._is_woken = True
             self._changed.notify()
 
     def settle(self, *, timeout_s: float) -> None:
-        """Wait until all that was submitted so far has run or was refused, at most `timeout_s`; not on the thread."""
+        """Waits until all that was submitted so far has run or was refused, at most `timeout_s`; not on the thread."""
         with contextlib.suppress(WorkerUnavailable, TimeoutError):
             self.submit(lambda: None).result(timeout_s)
 
     def stop(self, *, timeout_s: float) -> None:
-        """Let the current command or step finish, then end; what is still queued fails with WorkerUnavailable.
+        """Lets the current command or step finish, then ends; what is still queued fails with WorkerUnavailable.
 
         May be called again. On the engine thread itself (from `on_fatal`, say), and after `abandon`, it does not wait.
 
@@ -106,7 +106,7 @@ class EngineThread:
             raise DeadlineExceeded(f"the engine thread did not end within {timeout_s} s")
 
     def abandon(self, reason: str) -> None:
-        """Give up on a thread whose step does not return: what is queued, and what comes, fails with WorkerUnavailable.
+        """Gives up a thread whose step does not return: what is queued, and what comes, fails with WorkerUnavailable.
 
         Should the step return after all, the thread ends. What the thread owns must not be used from then on.
         """

@@ -34,7 +34,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """Whether this is an IPv6 address; it may end in a %zone."""
+    """Returns whether this is an IPv6 address; it may end in a %zone."""
     try:
         ipaddress.IPv6Address(host)
     except ValueError:
@@ -43,7 +43,7 @@ def is_ipv6(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    """Returns whether only this machine reaches an address. A name other than localhost counts as reached by others."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,7 +71,7 @@ def check_dialled(host: str, advertise_host: str | None, *, redis: str | None) -
 
 
 def is_every_interface(host: str) -> bool:
-    """Whether this is an address to listen on, which nobody can connect to."""
+    """Returns whether this is an address to listen on, which nobody can connect to."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -79,6 +79,6 @@ def is_every_interface(host: str) -> bool:
 
 
 def is_on_this_machine(url: str) -> bool:
-    """Whether a Redis URL leads to this machine: a Unix socket, or a loopback address."""
+    """Returns whether a Redis URL leads to this machine: a Unix socket, or a loopback address."""
     parts = urlsplit(url)
     return parts.scheme == "unix" or is_loopback(parts.hostname or "localhost")

@@ -30,7 +30,7 @@ class Bounds:
         )
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is a number of this kind within the bounds; true, NaN and, for an integer, 1.0 are not."""
+        """Returns whether a value is such a number within the bounds; true, NaN and, for an integer, 1.0 are not."""
         return type(value) in self.kinds and bool(self.lowest <= value <= self.maximum)
 
     def check(self, value: Any, field_name: str) -> None:
@@ -52,7 +52,7 @@ class Bounds:
 
 
 def invalid_value(name: str, value: Any, rule: str, field_name: str | None = None) -> InvalidRequest:
-    """The error for a value that breaks a rule. `name` is what the message calls it, `field_name` the field's name."""
+    """Returns the error for a value that breaks a rule; `name` is what the message calls its field `field_name`."""
     return InvalidRequest(
         f"{name} is {_shown(value)} but must be {rule}", field=field_name or name, code="invalid_value"
     )

@@ -11,11 +11,11 @@ class Clock(Protocol):
     """Where a part of the program reads the time."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back, from an arbitrary start; for durations and deadlines."""
+        """Returns seconds that never go back, from an arbitrary start; for durations and deadlines."""
         ...
 
     def unix_ns(self) -> int:
-        """Nanoseconds since 1970 by the wall clock, which may jump; for logs and spans only."""
+        """Returns nanoseconds since 1970 by the wall clock, which may jump; for logs and spans only."""
         ...
 
 
@@ -44,11 +44,11 @@ class ManualClock:
         self._unix_ns = unix_ns
 
     def monotonic(self) -> float:
-        """Seconds, as advanced."""
+        """Returns seconds, as advanced."""
         return self._monotonic_s
 
     def unix_ns(self) -> int:
-        """Nanoseconds since 1970, as advanced."""
+        """Returns nanoseconds since 1970, as advanced."""
         return self._unix_ns
 
     def advance(self, seconds: float) -> None:
@@ -72,24 +72,24 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, *, clock: Clock = SYSTEM_CLOCK) -> "Deadline":
-        """The moment `seconds` from now."""
+        """Returns the moment `seconds` from now."""
         return cls(clock.monotonic() + seconds, clock)
 
     @classmethod
     def from_remaining_ms(cls, remaining_ms: int, *, clock: Clock = SYSTEM_CLOCK) -> "Deadline":
-        """The deadline that a message carries as time left. The message's way here is not counted."""
+        """Returns the deadline that a message carries as time left. The message's way here is not counted."""
         return cls.after(remaining_ms / 1000.0, clock=clock)
 
     def remaining_s(self) -> float:
-        """Seconds left, never below zero."""
+        """Returns the seconds left, never below zero."""
         return max(0.0, self.at_s - self.clock.monotonic())
 
     def remaining_ms(self) -> int:
-        """Milliseconds left, rounded up, so that a deadline that has not passed never reads 0."""
+        """Returns the milliseconds left, rounded up, so that a deadline that has not passed never reads 0."""
         return -int(-self.remaining_s() * 1000.0 // 1)
 
     def has_passed(self) -> bool:
-        """Whether the moment is now or was before."""
+        """Returns whether the moment is now or was before."""
         return self.clock.monotonic() >= self.at_s
 
     def check(self) -> None:
@@ -98,5 +98,5 @@ class Deadline:
             raise DeadlineExceeded("the request's deadline passed")
 
     def sooner(self, other: "Deadline") -> "Deadline":
-        """The earlier of two deadlines of the same clock."""
+        """Returns the earlier of two deadlines of the same clock."""
         return self if self.at_s <= other.at_s else other

@@ -1,6 +1,6 @@
-"""Where the secret of a cluster is: in a file, in the environment, or in the Redis that all its processes name.
+"""The place of a cluster's secret: in a file, in the environment, or in the Redis that all its processes name.
 
-Knows no Redis: whoever talks to it (`services.cluster.secret`) says what it holds. For any thread.
+Knows no Redis: `services.cluster.secret` talks to it and passes on what it holds. For any thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.runtime.membership import MAX_SECRETS
 MIN_CHARACTERS = 32
 MAX_FILE_BYTES = 4096
 SHARED_CHARACTERS = 64
-"""Of a secret that a process has made: 32 random bytes in hexadecimal."""
+"""The length of a secret that a process makes: 32 random bytes in hexadecimal."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Secrets:
         self.is_shared = not self._held
 
     def __call__(self) -> tuple[bytes, ...]:
-        """At most MAX_SECRETS of them; none: Redis has not said yet."""
+        """Returns at most MAX_SECRETS of them; an empty tuple until Redis has answered."""
         with self._lock:
             if self._file is not None:
                 self._read_again(self._file)
@@ -54,12 +54,12 @@ class Secrets:
 
     @property
     def offer(self) -> bytes:
-        """What Redis is to hold where it holds none."""
+        """The secret that Redis is to hold where it holds none."""
         with self._lock:
             return self._held[0] if self._held else self._candidate
 
     def adopt(self, secret: bytes) -> None:
-        """Takes the one that Redis holds. Those that it held before go on to count, for processes that come later."""
+        """Takes the secret that Redis holds. Its former ones stay valid, for processes that learn of it later."""
         with self._lock:
             if self._held[:1] == (secret,):
                 return

@@ -46,13 +46,13 @@ def option(kind: Kind[T], *, help: str, default: T) -> T: ...
 @overload
 def option(kind: Kind[T], *, help: str, default: None) -> T | None: ...
 def option(kind: Kind[Any], *, help: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field of a settings class. Without `default` it must be given. None as default means "not given"."""
+    """Returns a field of a settings class. Without `default` it must be given. None as default means "not given"."""
     metadata = {_OPTION: (kind, help)}
     return dataclasses.field(default=default, metadata=metadata, repr=not (kind.may_hold_secret or kind.is_secret))
 
 
 def forwarded(programs: Mapping[str, type[Any]], *, without: Collection[str]) -> Mapping[str, str]:
-    """A field for the settings of other programs: the texts of those that are given, by name, each one checked.
+    """Returns a field for the settings of other programs: the texts of those that are given, by name, each one checked.
 
     `programs` has the settings classes by what help calls the programs. A setting of several programs is declared by
     the first; those that the class has itself, and those in `without`, are not forwarded.
@@ -126,7 +126,7 @@ class Setting:
         return _UNITS.get(self.name.rsplit("_", 1)[-1], self.kind.metavar)
 
     def parse(self, text: str, key: str) -> Any:
-        """The value of a text that was given under the name `key`. Raises ConfigError."""
+        """Returns the value of a text that was given under the name `key`. Raises ConfigError."""
         try:
             return self.kind.parse(text)
         except ValueError:
@@ -135,7 +135,7 @@ class Setting:
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:
-    """All settings of a class, in its order."""
+    """Returns all settings of a class, in its order."""
     return [
         Setting(field.name, kind=field.metadata[_OPTION][0], help=field.metadata[_OPTION][1], default=field.default)
         for field in dataclasses.fields(config_class)
@@ -144,7 +144,7 @@ def settings_of(config_class: type[Any]) -> list[Setting]:
 
 
 def forwarded_of(config_class: type[Any]) -> dict[str, list[Setting]]:
-    """The settings that a class forwards to other programs, by program; each is listed once."""
+    """Returns the settings that a class forwards to other programs, by program; each is listed once."""
     if (field := _forwarding(config_class)) is None:
         return {}
     programs, without = field.metadata[_FORWARDED]
@@ -161,7 +161,7 @@ def _forwarding(config_class: type[Any]) -> "dataclasses.Field[Any] | None":
 
 
 def all_settings_of(config_class: type[Any]) -> list[Setting]:
-    """The settings of a class, and behind them those that it forwards."""
+    """Returns the settings of a class, and behind them those that it forwards."""
     return [*settings_of(config_class), *itertools.chain.from_iterable(forwarded_of(config_class).values())]
 
 
@@ -186,7 +186,7 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type[Any]) -> No
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """What the arguments say, by field name; None for what they do not say. Raises ConfigError."""
+    """Returns what the arguments say, by field name; None for what they do not say. Raises ConfigError."""
     found, unknown = parser.parse_known_args(list(argv))
     given = vars(found)
     if unknown:
@@ -198,13 +198,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """A question that names the most similar name, to be added to an error; empty where none is similar."""
+    """Returns a question that names the most similar name, to be added to an error; empty where none is similar."""
     similar = difflib.get_close_matches(word, list(names), 1, SIMILAR)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def redacted(value: str) -> str:
-    """A URL without its user, its password, and those in its query, as redis-py takes them too.
+    """Returns a URL without its user, its password, and those in its query, as redis-py takes them too.
 
     Everything before the last @ counts as user and password: with a / in one that was not encoded, the text is no URL,
     and has to stay out of logs all the same.
@@ -214,7 +214,7 @@ def redacted(value: str) -> str:
 
 
 def shown(value: str) -> str:
-    """A value as it may be printed: without the password of a URL, and not endless."""
+    """Returns a value as it may be printed: without the password of a URL, and not endless."""
     hidden = redacted(value)
     return repr(hidden if len(hidden) <= MAX_SHOWN_CHARACTERS else hidden[:MAX_SHOWN_CHARACTERS] + "…")
 
@@ -268,7 +268,7 @@ def misspelt(environ: Iterable[str], known: Collection[str]) -> list[tuple[str, 
 
 
 def _value(setting: Setting, given: Any, environ: Mapping[str, str]) -> Any:
-    """The value from the first place that gives one; an empty variable counts as not given."""
+    """Returns the value from the first place that gives one; an empty variable counts as not given."""
     text, key = _given_text(setting, given, environ)
     if text is not None:
         return setting.parse(text, key)
@@ -285,7 +285,7 @@ def _checked_text(setting: Setting, given: Any, environ: Mapping[str, str]) -> s
 
 
 def _given_text(setting: Setting, given: Any, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """The setting's text as a flag or its variable gives it, or None, and the name of the one that does."""
+    """Returns the setting's text as a flag or its variable gives it, or None, and the name of the one that does."""
     if given is not None:
         return (",".join(given) if isinstance(given, list) else given), setting.flag or setting.variable
     return environ.get(setting.variable) or None, setting.variable

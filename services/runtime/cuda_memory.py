@@ -85,7 +85,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class MappedMemory:
-    """A piece of a GPU's memory in this process's addresses; unmapped when nothing refers to it any more.
+    """A piece of a GPU's memory in this process's addresses; unmapped when nothing refers to it.
 
     A tensor that was made of it refers to it. So nothing that is still used is unmapped under a kernel, which would be
     the end of the whole process's work on that GPU.
@@ -106,7 +106,7 @@ class MappedMemory:
 
 
 def is_supported(device_index: int) -> bool:
-    """Whether the driver is there and the GPU can share memory by file descriptors."""
+    """Returns whether a driver is installed and the GPU can share memory by file descriptors."""
     try:
         driver = _driver(device_index)
         return driver.attribute(_ATTRIBUTE_VMM) == 1 and driver.attribute(_ATTRIBUTE_POSIX_FD) == 1
@@ -115,7 +115,7 @@ def is_supported(device_index: int) -> bool:
 
 
 def make(num_bytes: int, device_index: int) -> tuple[MappedMemory, int]:
-    """Make memory on a GPU; return it mapped, and a descriptor of it that the caller closes. Raises CudaError."""
+    """Makes memory on a GPU. Returns it mapped, and a descriptor of it that the caller closes. Raises CudaError."""
     driver = _driver(device_index)
     with driver.current():
         size = driver.rounded(num_bytes)
@@ -132,9 +132,9 @@ def make(num_bytes: int, device_index: int) -> tuple[MappedMemory, int]:
 
 
 def map_shared(fd: int, num_bytes: int, device_index: int) -> MappedMemory:
-    """Map memory that another process made with `make(num_bytes)`, for use by this GPU. Raises CudaError.
+    """Maps memory that another process made with `make(num_bytes)`, for use by this GPU. Raises CudaError.
 
-    The caller closes the descriptor. Of a size that differs from what was made, the driver tells.
+    The caller closes the descriptor. A size that differs from what was made is an error of the driver.
     """
     driver = _driver(device_index)
     with driver.current():
@@ -167,7 +167,7 @@ class _Driver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context that torch uses the thread's own."""
+        """Makes the context that torch uses the thread's own."""
         self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

@@ -5,7 +5,7 @@ import socket
 
 
 def receive_fds(sock: socket.socket, num_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
-    """Wait for a message of at most `num_bytes` and the descriptors that come with it, which the caller closes.
+    """Waits for a message of at most `num_bytes` and the descriptors that come with it, which the caller closes.
 
     A process started meanwhile has none of them; `socket.recv_fds` lets it inherit them, whatever flags it is given
     (python/cpython 3.11 does not pass them on). Descriptors beyond `max_fds` are closed by the kernel. Raises OSError.

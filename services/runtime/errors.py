@@ -109,7 +109,7 @@ class NotProven(WorkerUnavailable):
 
 
 class StoreUnavailable(TandemError):
-    """Redis cannot be asked now. Its content is a hint, so whoever meets this goes on from its own view."""
+    """Redis cannot be asked now. Its content is a hint, so a process that meets this continues with its own view."""
 
 
 class DeadlineExceeded(TandemError):
@@ -129,11 +129,11 @@ class InternalError(TandemError):
 
 
 class Quarantined(TandemError):
-    """The workers that computed this request died of it, one after the other; for a while nobody tries again."""
+    """The workers that computed this request died of it, one after the other; for a while it is not tried again."""
 
 
 class InvariantViolated(InternalError):
-    """The program contradicts itself; the process cannot be trusted any more and must exit."""
+    """The program contradicts itself; the process can no longer be trusted and must exit."""
 
 
 class ConfigError(TandemError):

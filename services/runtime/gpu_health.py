@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_READ = 64
 GOOD_READINGS = 5
-"""A GPU that was lost counts as lost until it has answered in so many readings on end."""
+"""The readings on end that a lost GPU must answer before it no longer counts as lost."""
 
 THROTTLE_REASONS = {
     "sw_power_cap": ("nvmlClocksEventReasonSwPowerCap", "nvmlClocksThrottleReasonSwPowerCap"),
@@ -55,9 +55,9 @@ class GpuFacts:
 
 
 def open_gpu(device: int | str, *, nvml: ModuleType | None = None) -> "GpuReader | None":
-    """The reader of a GPU, by its index in NVML's order or its UUID (`GPU-…`); None where nobody can be asked.
+    """Returns the reader of a GPU, by its index in NVML's order or its UUID (`GPU-…`); None without NVML or GPU.
 
-    NVML knows nothing of CUDA_VISIBLE_DEVICES: whoever has a CUDA index passes that device's UUID. `nvml`: the module
+    NVML knows nothing of CUDA_VISIBLE_DEVICES: a caller with a CUDA index passes that device's UUID. `nvml`: the module
     to use instead of the installed one.
     """
     if nvml is None:
@@ -87,9 +87,9 @@ class GpuReader:
         self._handle = handle
         self._is_lost = False
         self._is_lost_now = False
-        """In the reading that is under way."""
+        """Whether it is lost in the present reading."""
         self._num_good = 0
-        """Readings since it was lost last."""
+        """The readings since it was last lost."""
         self._xids: set[int] = set()
         self._events = self._ask(("nvmlEventSetCreate",))
         if self._events is not None:
@@ -102,7 +102,7 @@ class GpuReader:
         self._use = UseReader(nvml, handle, self._ask)
 
     def read(self) -> GpuFacts:
-        """All that it says now. A fact that cannot be had is None, never an error."""
+        """Returns all that the GPU says now. A fact that cannot be had is None, never an error."""
         nvml, handle = self._nvml, self._handle
         self._is_lost_now = False
         remapped = self._ask(("nvmlDeviceGetRemappedRows",), handle)
@@ -131,7 +131,7 @@ class GpuReader:
         return replace(facts, is_lost=self._is_lost)
 
     def read_use(self) -> GpuUse:
-        """How much it does now, since the last time where that is a mean."""
+        """Returns how much it does now, since the last time where that is a mean."""
         return self._use.read()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class GpuReader:
             log.info("NVML did not shut down: %s", error)
 
     def _judge_loss(self, *, has_answered: bool) -> None:
-        """Lost at once; back when it has answered for a while."""
+        """Counts the GPU as lost at once, and as back when it has answered for a while."""
         if self._is_lost_now:
             self._is_lost, self._num_good = True, 0
         elif self._is_lost and has_answered:
@@ -177,7 +177,7 @@ class GpuReader:
         self._ask(("nvmlEventSetFree",), events)
 
     def _ask(self, names: Sequence[str], *arguments: object) -> Any:
-        """What the first of these functions that answers says; None where none does."""
+        """Returns what the first of these functions that answers says; None where none does."""
         for name in names:
             function = getattr(self._nvml, name, None)
             if function is None:

@@ -56,7 +56,7 @@ class UseReader:
                 self.close()
 
     def read(self) -> GpuUse:
-        """All that it says now. A figure that cannot be had is left out, never an error."""
+        """Returns all that the GPU says now. A figure that cannot be had is left out, never an error."""
         clocks_mhz = {name: self._number("nvmlDeviceGetClockInfo", clock) for name, clock in CLOCKS.items()}
         return GpuUse(
             power_w=self._number("nvmlDeviceGetPowerUsage", scale=1e-3),

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def give_back_free_memory() -> bool:
-    """Has the C library give free memory back early, from now on; false where it is none that can be told so."""
+    """Has the C library give free memory back early, from now on. Returns whether it can be told so."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

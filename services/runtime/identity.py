@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 MAX_IDENTITY_CHARS = 512
 MAX_KEY_CHARS = 64
-"""Of an `identity_key`: journals of all versions take as many."""
+"""The longest `identity_key`: journals of all versions take as many characters."""
 _DIGEST_CHARS = 24
 
 
@@ -48,14 +48,14 @@ class AnswerIdentity:
 
 
 def identity_fields(text: str) -> dict[str, str]:
-    """The fields of an identity's text by name, unknown ones too; what is no field is left out."""
+    """Returns the fields of an identity's text by name, unknown ones too; what is no field is left out."""
     pairs = (word.partition("=") for word in text.split())
     return {name: value for name, separator, value in pairs if separator}
 
 
 @functools.lru_cache(maxsize=1024)
 def identity_key(text: str, *, layout: str, incarnation: str) -> str:
-    """A name for an identity, equal only for equal texts: that of the weights, a dot, and a digest of the text.
+    """Returns a name for an identity, equal only for equal texts: that of the weights, a dot, and a digest of the text.
 
     It has at most MAX_KEY_CHARS characters. `layout` is the fingerprint of the worker's weights and pages. A worker
     without a text, because its version says none, is like nobody but itself: its `incarnation` is in the name. Without
@@ -69,5 +69,5 @@ def identity_key(text: str, *, layout: str, incarnation: str) -> str:
 
 
 def has_weights_of(key: str, other: str) -> bool:
-    """Whether two keys name the same weights, however these are computed with."""
+    """Returns whether two keys name the same weights, however these are computed with."""
     return key.partition(".")[0] == other.partition(".")[0]

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 LOOK_INTERVAL_S = 0.25
 FULL_PART, ROOM_PART = 8, 4
-"""From one part in FULL_PART below the most on, so many are ended that one part in ROOM_PART is free."""
+"""When fewer than one part in FULL_PART of all connections is free, enough are ended to free one in ROOM_PART."""
 _LAST_DATA_RECEIVED = struct.Struct("@52xI")
 """`tcpi_last_data_recv` of `struct tcp_info`: milliseconds."""
 
@@ -28,14 +28,14 @@ Peer = tuple[str, int]
 
 
 class IdleConnections:
-    """Of a server that takes at most `max_connections`. To be used on one event loop."""
+    """The idle connections of a server that takes at most `max_connections`. To be used on one event loop."""
 
     def __init__(self, max_connections: int) -> None:
         self.num_ended = 0
         self._max_connections = max_connections
         self._ports: set[int] = set()
         self._num_calls: Counter[str] = Counter()
-        """Running calls, by the address from which they come."""
+        """The number of running calls, by the address from which they come."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="idle-connections")
         self._task: asyncio.Task[None] | None = None
 
@@ -51,7 +51,7 @@ class IdleConnections:
                 del self._num_calls[peer]
 
     def add_port(self, port: int) -> None:
-        """One more port whose connections count."""
+        """Adds a port whose connections count."""
         self._ports.add(port)
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ class IdleConnections:
             self._task = asyncio.create_task(self._watch(), name="idle-connections")
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops looking."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -86,7 +86,7 @@ def _num_files() -> int:
 
 
 def _end_idlest(ports: Set[int], busy: Set[Peer], full: int, keep: int) -> int:
-    """Where there are `full` connections or more, ends idle ones until `keep` are left, and says how many that were."""
+    """Ends idle connections until `keep` are left if `full` or more exist. Returns how many it has ended."""
     with contextlib.ExitStack() as stack:
         found: list[tuple[int, socket.socket]] = []
         num_connections = 0
@@ -110,7 +110,7 @@ def _end_idlest(ports: Set[int], busy: Set[Peer], full: int, keep: int) -> int:
 
 
 def _socket_of(fd: int) -> socket.socket:
-    """A TCP socket that another part of the process has open, under a number of its own. Raises OSError otherwise."""
+    """Returns a duplicate of a TCP socket that another part of the process has open. Raises OSError otherwise."""
     if not stat.S_ISSOCK(os.stat(fd).st_mode):
         raise OSError("not a socket")
     # Looked at only now that it cannot become another one.
@@ -122,14 +122,14 @@ def _socket_of(fd: int) -> socket.socket:
 
 
 def _silence_ms(connection: socket.socket) -> int:
-    """Since something last came."""
+    """Returns the time since something last came."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECEIVED.size)
     silence_ms: int = _LAST_DATA_RECEIVED.unpack(info)[0] if len(info) == _LAST_DATA_RECEIVED.size else 0
     return silence_ms
 
 
 def _address_of(peer: str) -> Peer | None:
-    """From gRPC's way to write it: ipv4:127.0.0.1:5000, ipv6:%5B::1%5D:5000."""
+    """Returns the address that gRPC writes so: ipv4:127.0.0.1:5000, ipv6:%5B::1%5D:5000."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdigit():
@@ -138,5 +138,5 @@ def _address_of(peer: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An IPv4 address as such, also where the socket takes both kinds."""
+    """Returns an IPv4 address as such, also where the socket takes both kinds."""
     return host.removeprefix("::ffff:").partition("%")[0]

@@ -1,4 +1,4 @@
-"""How a public server receives: who calls is asked first, and each call has its messages in turn. Knows no service."""
+"""How a public server receives: it identifies the caller first, then takes messages in turn. Knows no service."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -16,8 +16,8 @@ class Intake:
     """Receives messages of at most `max_message_bytes`.
 
     `account_of` says on whose account a call is, from its method (such as /tandem.v1.Inference/Generate) and context,
-    and raises Unauthenticated; no message has been asked for then. Only so many calls have a message on its way at once
-    as there are `places`. Refusals leave a block of `refusals_noted`.
+    and raises Unauthenticated; no message has been asked for then. At any time as many calls
+    have a message on its way as there are `places`, at most. Refusals leave a block of `refusals_noted`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Intake:
         self._account_of = account_of
 
     async def one(self, context: Context, method: str) -> Any:
-        """The one message of a call. Raises InvalidRequest where there is none or another one."""
+        """Returns the one message of a call. Raises InvalidRequest where it has none or several."""
         with self._refusals_noted():
             async with self._places.place(self._account_of(method, context)):
                 message = await context.read()
@@ -45,7 +45,7 @@ class Intake:
             return message
 
     def each(self, context: Context, method: str) -> AsyncIterator[Any]:
-        """The messages of a call that may have several, each of which must come in time."""
+        """Yields the messages of a call that may have several, each of which must come in time."""
         with self._refusals_noted():
             return self._each(context, self._account_of(method, context))
 

@@ -91,7 +91,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
 
     def _running(self, context: Any) -> contextlib.AbstractContextManager[None]:
-        """The time in which a call's connection is not idle."""
+        """Returns the time in which a call's connection is not idle."""
         return contextlib.nullcontext() if self._connections is None else self._connections.call(context.peer())
 
     async def _received(self, request_or_iterator: Any, context: Any, method: str, *, has_one: bool) -> Any:
@@ -100,7 +100,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return await self._intake.one(context, method) if has_one else self._intake.each(context, method)
 
     async def _check_caller(self, context: Any, method: str) -> None:
-        """Before anything is read from a stream: whether the caller may, and to it, that it has reached a member."""
+        """Checks, before a stream is read, that the caller may call, and proves to it that it has reached a member."""
         if self._checks_callers:
             check_caller(method.strip("/").partition("/")[0], caller_roles(context))
         if self._guard is not None:
@@ -173,7 +173,7 @@ def _arity_name(handler: Any) -> str:
 
 
 def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """A deserializer that marks bad bytes; gRPC would answer INTERNAL to an exception here."""
+    """Returns a deserializer that marks bad bytes; gRPC would answer INTERNAL to an exception here."""
     if deserializer is None:
         return None
 
@@ -187,7 +187,7 @@ def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], 
 
 
 def _readable(request_or_iterator: Any) -> Any:
-    """The request itself, or an iterator over the requests; raises InvalidRequest at the one that is no message."""
+    """Returns the request, or an iterator over the requests; raises InvalidRequest at one that is no message."""
     if hasattr(request_or_iterator, "__aiter__"):
         return _readable_each(request_or_iterator)
     if request_or_iterator is _UNDECODABLE:

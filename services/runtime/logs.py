@@ -31,7 +31,7 @@ def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | Non
 
 
 def request_fields(request_id: str, attempt: int, traceparent: str = "") -> dict[str, Any]:
-    """The fields by which the records of one request are found; `traceparent` is W3C's, or empty."""
+    """Returns the fields by which the records of one request are found; `traceparent` is W3C's, or empty."""
     fields: dict[str, Any] = {"request_id": request_id, "attempt": attempt}
     parts = traceparent.split("-")
     if len(parts) == 4:
@@ -52,7 +52,7 @@ class LineBudget:
         self._at_s: float | None = None
 
     def take(self, now_s: float) -> bool:
-        """Whether one more line may be written now."""
+        """Returns whether one more line may be written now."""
         if self._at_s is not None:
             self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
         self._at_s = now_s
@@ -70,7 +70,7 @@ class JsonFormatter(logging.Formatter):
         self._identity = identity
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line; line breaks in a message are escaped, so it cannot forge a record."""
+        """Returns the record as one line; line breaks in a message are escaped, so it cannot forge a record."""
         entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -88,7 +88,7 @@ class HumanFormatter(logging.Formatter):
     """A short line for a terminal, with control characters made visible."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line; a traceback follows on lines of its own."""
+        """Returns the record as a line; a traceback follows on lines of its own."""
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = "".join(f" {name}={value}" for name, value in _extra_fields(record).items())
         message = record.getMessage()[:MAX_MESSAGE_CHARACTERS]

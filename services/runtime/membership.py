@@ -58,7 +58,7 @@ class Member:
     role: str
 
     def proof_for(self, method: str, incarnation: str, challenge: bytes) -> Proof:
-        """The proof for one call. Raises NotProven where the worker's nonce is none, or no secret is known yet."""
+        """Returns the proof for one call. Raises NotProven if the worker's nonce is invalid or no secret known yet."""
         held = tuple(self.secrets())
         if not held:
             raise NotProven("the cluster's secret is not known yet: Redis has not answered")
@@ -103,13 +103,13 @@ class Guard:
         """Nonces that callers have proven themselves with, and until when they would have been good."""
 
     def challenge(self) -> bytes:
-        """A nonce that is good for one call within CHALLENGE_S. Nothing is kept of it."""
+        """Returns a nonce that is good for one call within CHALLENGE_S. Nothing is kept of it."""
         made_ms = round(self._clock.monotonic() * 1000)
         content = made_ms.to_bytes(_TIME_BYTES) + randomness.token_bytes(_RANDOM_BYTES)
         return content + self._tag(content)
 
     def check(self, method: str, metadata: Mapping[str, str | bytes]) -> tuple[tuple[str, bytes], ...]:
-        """Whether a caller may call a method (/service/name); returns the metadata that the answer begins with.
+        """Checks that a caller may call a method (/service/name). Returns the metadata that the answer begins with.
 
         Raises Unauthenticated, PermissionDenied for a method of other roles, and WorkerUnavailable as long as this
         worker does not know the secret itself.
@@ -138,7 +138,7 @@ class Guard:
         return ((ANSWER_KEY, _proof(secret, _WORKER, purpose, nonces)),)
 
     def _secret_of(self, purpose: Purpose, nonces: bytes, proofs: bytes, held: Sequence[bytes]) -> bytes | None:
-        """The secret that the caller has proven; None: it has proven none of ours."""
+        """Returns the secret that the caller has proven; None: it has proven none of ours."""
         is_sized = len(nonces) == NONCE_BYTES + CHALLENGE_BYTES and len(proofs) <= MAX_SECRETS * PROOF_BYTES
         if not is_sized or len(proofs) % PROOF_BYTES:
             return None
@@ -172,12 +172,12 @@ class Guard:
 
 
 def sign_record(secrets: Sequence[bytes], cluster: str, record: bytes) -> bytes:
-    """The proof that goes with a worker's record: an HMAC of each secret, in hexadecimal."""
+    """Returns the proof that goes with a worker's record: an HMAC of each secret, in hexadecimal."""
     return b"".join(_record_proof(secret, cluster, record) for secret in secrets).hex().encode()
 
 
 def is_signed(secrets: Sequence[bytes], cluster: str, record: bytes, signature: bytes) -> bool:
-    """Whether a holder of one of the secrets has made the record, for this cluster."""
+    """Returns whether a holder of one of the secrets has made the record, for this cluster."""
     try:
         shown = bytes.fromhex(signature.decode("ascii"))
     except ValueError:
@@ -201,5 +201,5 @@ def _record_proof(secret: bytes, cluster: str, record: bytes) -> bytes:
 
 
 def _digest(secret: bytes, *parts: bytes) -> bytes:
-    """Each part with its length in front: no two lists of parts are the same text."""
+    """Returns a digest of the parts, each with its length in front, so that no two lists are the same text."""
     return hmac.digest(secret, b"".join(len(part).to_bytes(8) + part for part in parts), "sha256")

@@ -46,7 +46,7 @@ class Distribution:
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
-        """How many were at most each bound, and at last how many there are."""
+        """Returns how many were at most each bound, and finally the number of all."""
         return list(accumulate(self.counts))
 
 
@@ -62,7 +62,7 @@ class FastRegistry:
             raise ValueError(f"there is a {family.name} already")
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Returns all of them in Prometheus' text format."""
         return "".join([family.text() for family in self._families.values()]).encode()
 
 
@@ -83,7 +83,7 @@ class _Family(ABC, Generic[Child]):
         """With the names of its lines."""
 
     def labels(self, *values: str) -> Child:
-        """The child with these values, in the order of the labels. Raises ValueError if there are more or fewer."""
+        """Returns the child with these values, in the labels' order. Raises ValueError for another number of them."""
         known = self._children.get(values)
         if known is None:
             if len(values) != len(self._labels):
@@ -93,7 +93,7 @@ class _Family(ABC, Generic[Child]):
         return known[0]
 
     def text(self) -> str:
-        """Its lines."""
+        """Returns the family's lines."""
         lines = [f"# HELP {self._title} {self._words}\n# TYPE {self._title} {self.kind}\n"]
         for child, names in list(self._children.values()):
             lines += self._lines(child, names)
@@ -127,7 +127,7 @@ class Counts(_Family[Count]):
         return f"{self.name}_total"
 
     def total(self) -> float:
-        """All children together."""
+        """Returns the sum of all children."""
         return sum([child.value for child, _ in list(self._children.values())])
 
     def _make(self) -> Count:
@@ -155,11 +155,11 @@ class Distributions(_Family[Distribution]):
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """Of the buckets, without infinity."""
+        """The bounds of the buckets, without infinity."""
         return self._bounds
 
     def totals(self) -> list[int]:
-        """Of all children together, how many were in each bucket; at last, beyond the last bound."""
+        """Returns the count of each bucket over all children; the last one is of values beyond the last bound."""
         counts = [child.counts for child, _ in list(self._children.values())]
         return [sum(column) for column in zip(*counts, strict=True)] or [0] * (len(self._bounds) + 1)
 
@@ -189,7 +189,7 @@ class SpanCounts(Collector):
     """To be registered; reads `telemetry.counts` for each scrape."""
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """What a scrape gets."""
+        """Returns what a scrape gets."""
         exported, dropped = self.describe()
         num_exported, num_dropped = telemetry.counts()
         exported.add_metric((), num_exported)
@@ -197,7 +197,7 @@ class SpanCounts(Collector):
         return exported, dropped
 
     def describe(self) -> tuple[CounterMetricFamily, CounterMetricFamily]:
-        """The names, for the registry."""
+        """Returns the names, for the registry."""
         return (
             CounterMetricFamily("tandem_spans_exported", "Spans that the collector has taken."),
             CounterMetricFamily("tandem_spans_dropped", "Spans that did not fit into the queue or were not taken."),
@@ -208,7 +208,7 @@ class CertificateEnd(Collector):
     """To be registered; looks at the process's identity for each scrape. Without TLS there is no figure."""
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """What a scrape gets."""
+        """Returns what a scrape gets."""
         (end,) = self.describe()
         identity = rpc.identity()
         if identity is not None:
@@ -216,6 +216,6 @@ class CertificateEnd(Collector):
         return (end,)
 
     def describe(self) -> tuple[GaugeMetricFamily]:
-        """The name, for the registry."""
+        """Returns the name, for the registry."""
         what = "When the TLS certificate of this process expires, in seconds since 1970."
         return (GaugeMetricFamily("tandem_tls_certificate_end_timestamp_seconds", what),)

@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """The safetensors format's own limit."""
 SAMPLE_BYTES = 1024
-"""Of each of a tensor's three pieces: its beginning, its middle and its end."""
+"""The size of each of a tensor's three pieces: its beginning, its middle and its end."""
 
 _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokenizer` is a digest of tokenizer.json, `weights` one of a sample of the weights; empty: there are none."""
+    """Facts of a checkpoint. `tokenizer` is a digest of tokenizer.json, `weights` of a sample; empty: none exists."""
 
     vocab_size: _Count
     context_length_tokens: _Count
@@ -60,17 +60,17 @@ def read_model_facts(folder: Path) -> ModelFacts:
 
 
 def digest_of_tokenizer(tokenizer_json: str) -> str:
-    """32 hex digits."""
+    """Returns 32 hex digits."""
     return hashlib.sha256(tokenizer_json.encode()).hexdigest()[:32]
 
 
 def sample_weights(folder: Path) -> str:
-    """32 hex digits over name, type, shape and three pieces of each tensor; empty where no weights can be read."""
+    """Returns 32 hex digits over name, type, shape and three pieces of each tensor; empty without readable weights."""
     digest = hashlib.sha256()
     try:
         samples = {name: sample for path in _weight_files(folder) for name, sample in _samples(path)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # Whoever loads the weights says what is wrong with them; here they only cannot be compared.
+        # The worker that loads the weights reports what is wrong with them; here they only cannot be compared.
         logger.info("the weights cannot be sampled", extra={"folder": str(folder), "error": repr(error)})
         return ""
     for name in sorted(samples):
@@ -116,7 +116,7 @@ def _positive_int(folder: Path, config: Mapping[str, Any], key: str) -> int:
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ends of sequence from both files: chat models often name more of them in generation_config.json."""
+    """Returns the ends of sequence of both files: chat models often name more of them in generation_config.json."""
     generation_config = read_json_object(folder, "generation_config.json", is_required=False)
     ids: list[int] = []
     for source in (config, generation_config):
@@ -131,7 +131,7 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def read_json_object(folder: Path, name: str, *, is_required: bool = True) -> Mapping[str, Any]:
-    """A file of a model folder that holds a JSON object; empty where it is absent and may be. Raises ModelError."""
+    """Returns a model folder's file that is a JSON object; empty where it may be absent and is. Raises ModelError."""
     if not is_required and not (folder / name).is_file():
         return {}
     try:
@@ -144,7 +144,7 @@ def read_json_object(folder: Path, name: str, *, is_required: bool = True) -> Ma
 
 
 def read_text(folder: Path, name: str) -> str:
-    """A file of a model folder as text. Raises ModelError."""
+    """Returns a file of a model folder as text. Raises ModelError."""
     path = folder / name
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

@@ -247,7 +247,7 @@ def _grpc_exporter(otlp_url: str | None) -> SpanExporter:
             "the collector's URL holds a user name or password, which OTLP over gRPC does not send: give "
             "OTEL_EXPORTER_OTLP_HEADERS"
         )
-    # The variables, where they are given, name whom to believe; else it is whom this process believes.
+    # The variables, where they are given, name the CAs to believe; otherwise it is the CA of this process.
     has_own = variable("OTEL_EXPORTER_OTLP_CERTIFICATE") or variable("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE")
     credentials = None if has_own or not url.startswith("https") else rpc.channel_credentials()
     return GrpcSpanExporter(otlp_url, credentials=credentials, channel_options=(("grpc.enable_http_proxy", 0),))  # type: ignore[arg-type]

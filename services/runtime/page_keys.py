@@ -1,8 +1,8 @@
 """Names of KV pages by content: equal names mean equal tokens at equal places, of the same model and the same tenant.
 
 Knows no page, no pool and no torch. A key is a keyed BLAKE2b digest over the key of the page before it and the tokens
-of the page, so it stands for everything from the first token on; who does not know the salt can neither guess a key
-nor make two prompts collide. (vLLM and SGLang chain hashes of pages likewise; theirs are unkeyed or keyed by a seed.)
+of the page, so it stands for everything from the first token on; without the salt, one can neither guess a key make two
+prompts collide. (vLLM and SGLang chain hashes of pages likewise; theirs are unkeyed or keyed by a seed.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PageKey = bytes
 
 
 def cache_salt(*, model: str, tenant: str) -> bytes:
-    """Return the key of the digests, 32 bytes: pages are shared only where both are the same.
+    """Returns the key of the digests, 32 bytes: pages are shared only where both arguments are the same.
 
-    `model` is the layout fingerprint, which names the weights; `tenant` names who may share, the empty text everybody.
+    `model` is the layout fingerprint, which names the weights; `tenant` names those that may share, the empty text all.
     """
     parts = (model, tenant)
     # Lengths in front: no two different lists of parts give the same bytes.
@@ -31,7 +31,7 @@ def cache_salt(*, model: str, tenant: str) -> bytes:
 
 
 def sharers(*, tenant: str, group: str = "", salt: str = "") -> str:
-    """Name who may share a request's pages, for `tenant` of `cache_salt`: those of the same owner and the same salt.
+    """Names the sharers of a request's pages, for `tenant` of `cache_salt`: those with the same owner and salt.
 
     The owner is `group` where the operator has put the tenant into one, else the tenant. `salt` is the client's choice,
     as in vLLM. The owner's kind and length stand in front, so no choice of a salt and no name of a tenant gives what
@@ -52,7 +52,7 @@ class KeyChain:
         self.keys: list[PageKey] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[PageKey]:
-        """Return all keys, after adding those of the full pages among the first `num_tokens` of all `token_ids`."""
+        """Returns all keys, after adding those of the full pages among the first `num_tokens` of all `token_ids`."""
         size, keys = self._page_size, self.keys
         first = len(keys)
         end = num_tokens // size
@@ -70,5 +70,5 @@ class KeyChain:
 
 
 def page_keys(token_ids: Sequence[int], *, salt: bytes, page_size: int) -> list[PageKey]:
-    """Return the keys of the full pages of a prompt, in order."""
+    """Returns the keys of the full pages of a prompt, in order."""
     return KeyChain(salt, page_size).extend(token_ids, len(token_ids))

@@ -1,6 +1,6 @@
 """Places for messages that are being received: how many at once, for which account, and which one is cut off.
 
-A message's size is known only when it is there, so each counts as the largest until then. Knows no gRPC.
+A message's size is known only when it has arrived, so each counts as the largest until then. Knows no gRPC.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from services.runtime.errors import InvalidRequest, Overloaded, RateLimited
 
 STRANGERS = "\0strangers"
-"""The account of callers that nobody was asked to identify, such as probes."""
+"""The account of callers that need no key, such as probes."""
 OPERATORS = "\0operators"
 """The account of callers with an operator's certificate."""
 ACCOUNT_PART = 4
 """An account may have one part in this many of all places; the empty account, everybody without keys, all of them."""
 MAX_WAITING = 256
-"""Calls of one account that wait for a place."""
+"""The most calls of one account that wait for a place."""
 RECEIVE_TIMEOUT_S = 30.0
 """Time for a message to arrive, and before that for a place."""
 STRANGERS_TIMEOUT_S = 5.0

@@ -38,13 +38,13 @@ def exit_code(main: Callable[[], object]) -> int:
     try:
         main()
     except (ConfigError, ModelError) as error:
-        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201 - the one sentence for whoever started us
+        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201 - the one sentence for the starter of the process
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_FAILED
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_FAILED * bool(exit_request.code)
-    except Exception:  # the outermost frame: whatever ends a service is logged and told by the exit code
+    except Exception:  # the outermost frame: any error that ends a service is logged and told by the exit code
         logger.exception("the process failed")
         return EXIT_FAILED
     return 0
@@ -59,8 +59,8 @@ def run_async(main: Coroutine[Any, Any, Any]) -> None:
 def raise_descriptor_limit() -> None:
     """Raises the limit of open files to the most that this process may have: each connection is one.
 
-    The limit that processes are started with, often 1,024, is there for programs that call select(), which fails beyond
-    it. Nothing here does.
+    The limit that processes are started with, often 1,024, exists for programs that call select(), which fails beyond
+    it. Nothing here calls it.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
@@ -72,7 +72,7 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_limit() -> int:
-    """How many files this process may have open now."""
+    """Returns how many files this process may have open now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
@@ -84,7 +84,7 @@ def be_nice(niceness: int) -> None:
     happens, and a log line says so.
 
     A kernel that shares cores out by session (`sched_autogroup_enabled`) heeds niceness only among processes of one
-    session; there the whole session gives way, where this process leads one. See `man 7 sched`, autogroup.
+    session; there the niceness applies to the whole session, if this process leads one. See `man 7 sched`, autogroup.
     """
     try:
         os.nice(niceness)
@@ -92,7 +92,7 @@ def be_nice(niceness: int) -> None:
         logger.info("this process may not go before others of its machine", extra={"niceness": niceness})
         return
     if niceness and os.getsid(0) == os.getpid():
-        # Absent on kernels that know no such groups. A process without privileges may ask only so often.
+        # Absent on kernels that know no such groups. An unprivileged process may ask only rarely.
         with contextlib.suppress(OSError):
             AUTOGROUP.write_text(str(niceness))
 

@@ -64,7 +64,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Obstacle], ...] = (
 
 
 def obstacle(details: str, *, code: str, has_tls: bool) -> Obstacle:
-    """What gRPC's details and the name of its status code mean; `has_tls`: this process speaks TLS with workers."""
+    """Returns what gRPC's details and status code mean; `has_tls`: this process speaks TLS with workers."""
     lowered = details.lower()
     for texts, known in _KNOWN:
         if any(text in lowered for text in texts):

@@ -2,8 +2,9 @@
 
 Every handler runs inside `services.runtime.interceptor`, which gives it one way to fail, to read and to write.
 
-A server for clients that we do not know has an `Intake` too: it asks who calls before it asks for a message, so that a
-stranger can make it hold no more than a stream's first window, and takes exactly one message where a method has one.
+A server for clients that we do not know has an `Intake` too: it identifies the caller before it asks for a message, so
+that a stranger can make it hold no more than a stream's first window, and takes exactly one message where a method has
+one.
 
 The process's identity (`services.runtime.tls`) is set once and holds for every server and channel made after that, so
 that no port and no connection can be forgotten. The same holds for the process's membership of its cluster
@@ -38,17 +39,17 @@ from services.runtime.tls import Identity, Pem
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 REASON_TIMEOUT_S = 0.5
-"""For the status of a call whose answer began without a proof."""
+"""The time for the status of a call whose answer began without a proof."""
 WINDOW_BYTES = 16 * 1024
 """What a public server takes of a message before it is asked for; less would be a round trip more for usual ones."""
 MAX_METADATA_BYTES = 16 * 1024
-"""Of one call to a public server, as of a head over HTTP."""
+"""The most metadata of one call to a public server; a head over HTTP has the same limit."""
 READ_BYTES = 64 * 1024
 """The most that a public server reads from a connection before it looks at it."""
 _IDENTITY_ONLY = 1
 """The set of compressions that has none: a compressed message may be a thousand times what came over the wire."""
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""Who has connected and does not shake hands is cut off; gRPC's own limit is two minutes."""
+"""The time after which a connection without a handshake is cut off; gRPC's own limit is two minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,13 @@ class Profile:
     """Time that one streamed message may wait for a reader before the call is cut off."""
     max_streams_per_connection: int
     asks_for_certificate: bool = True
-    """Whether whoever connects must show a certificate, where this process believes a CA."""
+    """Whether clients must show a certificate, where this process believes a CA."""
     is_public: bool = False
     """Whether the server's windows, metadata and reads are kept small, and compressed messages refused."""
     max_connection_idle_ms: int | None = None
     """Time without a call after which a connection ends; None: it does not."""
     max_connection_age_ms: int | None = None
-    """Age at which a connection takes no new calls; those that run go on."""
+    """Age at which a connection takes no new calls; those that run continue."""
 
 
 INTERNAL = Profile(
@@ -113,7 +114,7 @@ def set_identity(identity: Identity | None) -> None:
 
 
 def identity() -> Identity | None:
-    """What was set last."""
+    """Returns what was set last."""
     return _identity
 
 
@@ -127,7 +128,7 @@ def set_member(member: Member | None) -> None:
 
 
 async def prove(channel: grpc.aio.Channel, method: str, *, incarnation: str) -> Proof | None:
-    """A proof for the next call of this method (/service/name) of a worker; None where this process has no secret.
+    """Returns a proof for the next call of this method (/service/name) of a worker; None: this process has no secret.
 
     The call carries its `metadata`; before anything that the worker says is believed, and anything secret is said,
     `check_answer` looks at what it answers. Raises NotProven, and what gRPC raises where it cannot be reached.
@@ -163,12 +164,12 @@ async def check_answer(proof: Proof | None, call: Any) -> None:
 
 
 def metadata_of(proof: Proof | None) -> tuple[tuple[str, str | bytes], ...] | None:
-    """What a call carries with this proof, as the stubs take it."""
+    """Returns what a call carries with this proof, as the stubs take it."""
     return None if proof is None else proof.metadata
 
 
 def refusal(error: grpc.aio.AioRpcError) -> NotProven | None:
-    """The worker's own words where it does not take this process for one of its cluster; None: it was something else.
+    """Returns a worker's words if it does not take this process for one of its cluster; None: it was something else.
 
     For callers without a secret too, so that both logs say the same.
     """
@@ -178,7 +179,7 @@ def refusal(error: grpc.aio.AioRpcError) -> NotProven | None:
 
 
 def obstacle_of(error: grpc.aio.AioRpcError) -> Obstacle:
-    """Why a call did not reach a process of the cluster, in words that hold no address."""
+    """Returns why a call did not reach a process of the cluster, in words that hold no address."""
     has_tls = _identity is not None and _identity.is_mutual
     return obstacle(error.details() or "", code=error.code().name, has_tls=has_tls)
 
@@ -190,7 +191,7 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
         self._guard = guard
 
     async def Challenge(self, request: membership_pb2.ChallengeRequest, context: Any) -> membership_pb2.ChallengeReply:
-        """A nonce for a caller that is about to prove itself."""
+        """Returns a nonce for a caller that is about to prove itself."""
         return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
 
 
@@ -273,7 +274,7 @@ def make_server(
     intake: Intake | None = None,
     max_connections: int | None = None,
 ) -> RpcServer:
-    """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it.
+    """Returns a server for these services (full names such as tandem.v1.Link); called on the event loop that runs it.
 
     With `incarnation` it is a worker's, and asks its callers for the cluster's secret where this process has one.
     """
@@ -313,7 +314,7 @@ def make_server(
 
 
 def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:
-    """A channel with a connection of its own that notices a dead peer, comes back fast and uses no proxy.
+    """Returns a channel with a connection of its own that notices a dead peer, comes back fast and uses no proxy.
 
     Where this process believes a CA, it is mutual TLS; the channel keeps the certificate as it is now.
     """
@@ -335,7 +336,7 @@ def channel_credentials() -> grpc.ChannelCredentials | None:
 def call_deadline(
     context: "grpc.aio.ServicerContext[Any, Any]", *, maximum_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> Deadline:
-    """The caller's deadline, or `maximum_s` from now where that is sooner or the caller gave none."""
+    """Returns the caller's deadline, or `maximum_s` from now where that is sooner or the caller gave none."""
     remaining_s = context.time_remaining()
     if remaining_s is None or not math.isfinite(remaining_s):
         remaining_s = maximum_s
@@ -343,7 +344,7 @@ def call_deadline(
 
 
 def error_from_rpc(error: grpc.RpcError) -> TandemError:
-    """The error that a failed call means: the very class if our own server answered, else by its status code.
+    """Returns the error that a failed call means: the very class if our own server answered, else by its status code.
 
     Texts of gRPC itself hold addresses and are left out; chain the original with `raise … from error`.
     """
@@ -411,9 +412,9 @@ def _server_options(profile: Profile) -> list[tuple[str, int]]:
 
 
 def _public_options() -> list[tuple[str, int]]:
-    """What keeps small what somebody can make us hold whom we do not know yet."""
+    """Returns the options that bound what a client can make us hold before it is identified."""
     return [
-        # Otherwise the windows grow to many MiB a stream with the speed at which somebody sends.
+        # Otherwise the windows grow to many MiB a stream with the speed at which a client sends.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.experimental.tcp_max_read_chunk_size", READ_BYTES),

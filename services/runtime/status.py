@@ -18,7 +18,7 @@ ERROR_DOMAIN = "tandem"
 GENERIC_TEXT = "internal error"
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_MESSAGE_BYTES = 1024
-"""Of a message in UTF-8: gRPC sends it percent-encoded, twice, in metadata of which 8 KiB are safe."""
+"""The longest message in UTF-8: gRPC sends it percent-encoded, twice, in metadata of which 8 KiB are safe."""
 MAX_FIELD_BYTES = 256
 
 
@@ -210,7 +210,7 @@ _BY_NAME: dict[str, type[errors.TandemError]] = {
 
 
 def row_of(error: BaseException) -> StatusRow:
-    """The row of the error's class or of the nearest class above it."""
+    """Returns the row of the error's class or of the nearest class above it."""
     for cls in type(error).__mro__:
         row = TABLE.get(cls)
         if row is not None:
@@ -219,14 +219,14 @@ def row_of(error: BaseException) -> StatusRow:
 
 
 def public_message(error: BaseException) -> str:
-    """What an outsider may read: the error's own words for known classes, a generic text for all others."""
+    """Returns what an outsider may read: the error's own words for known classes, a generic text for all others."""
     if isinstance(error, errors.TandemError) and row_of(error).is_public:
         return _clipped(error.message, MAX_MESSAGE_BYTES)
     return GENERIC_TEXT
 
 
 def retry_after_s(error: BaseException) -> float | None:
-    """Seconds after which it may be worth trying again; None where that is pointless."""
+    """Returns the seconds after which it may be worth trying again; None where that is pointless."""
     own = error.retry_after_s if isinstance(error, errors.TandemError) else None
     if own is not None:
         return own
@@ -234,17 +234,17 @@ def retry_after_s(error: BaseException) -> float | None:
 
 
 def grpc_status(error: BaseException) -> grpc.StatusCode:
-    """The gRPC status code of an error."""
+    """Returns the gRPC status code of an error."""
     return row_of(error).grpc
 
 
 def http_status(error: BaseException) -> int:
-    """The HTTP status code of an error."""
+    """Returns the HTTP status code of an error."""
     return row_of(error).http
 
 
 def openai_error(error: BaseException) -> dict[str, Any]:
-    """OpenAI's error object, `{"error": {"message", "type", "param", "code"}}`."""
+    """Returns OpenAI's error object, `{"error": {"message", "type", "param", "code"}}`."""
     row = row_of(error)
     field = error.field if isinstance(error, errors.InvalidRequest) else None
     code = error.code if isinstance(error, errors.InvalidRequest) else None
@@ -259,19 +259,19 @@ def openai_error(error: BaseException) -> dict[str, Any]:
 
 
 def to_wire(error: BaseException) -> "tuple[ErrorCode.ValueType, str]":
-    """Code and message of an error for Refused and Failed."""
+    """Returns code and message of an error for Refused and Failed."""
     return row_of(error).wire, public_message(error)
 
 
 def from_wire(code: int, message: str, retry_after_s: float | None = None) -> errors.TandemError:
-    """The error that a worker reported. A code this program does not know counts as a fault of the worker."""
+    """Returns the error that a worker reported. A code this program does not know counts as a fault of the worker."""
     error = _FROM_WIRE.get(code, errors.InternalError)(message or GENERIC_TEXT)
     error.retry_after_s = retry_after_s
     return error
 
 
 def rich_status(error: BaseException) -> status_pb2.Status:
-    """The error as google.rpc.Status, with its class, its field and its retry time where there are any."""
+    """Returns the error as google.rpc.Status, with its class, its field and its retry time where there are any."""
     status = status_pb2.Status(code=_code_number(grpc_status(error)), message=public_message(error))
     if row_of(error).is_public:
         _add_detail(status, error_details_pb2.ErrorInfo(reason=_name_of(error), domain=ERROR_DOMAIN))
@@ -289,7 +289,7 @@ def rich_status(error: BaseException) -> status_pb2.Status:
 
 
 def from_rich_status(code: grpc.StatusCode, message: str, details: status_pb2.Status | None) -> errors.TandemError:
-    """The error behind a gRPC status: its very class where the other side is ours, else the nearest one."""
+    """Returns the error behind a gRPC status: its very class where the other side is ours, else the nearest one."""
     cls = _FROM_GRPC.get(code, errors.InternalError)
     info, retry, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
     delay_s: float | None = None
@@ -308,7 +308,7 @@ def from_rich_status(code: grpc.StatusCode, message: str, details: status_pb2.St
 
 
 def _name_of(error: BaseException) -> str:
-    """The nearest class that the other side knows by its name."""
+    """Returns the nearest class that the other side knows by its name."""
     return next((cls.__name__ for cls in type(error).__mro__ if _BY_NAME.get(cls.__name__) is cls), "")
 
 

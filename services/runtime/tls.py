@@ -1,16 +1,16 @@
-"""TLS of one process: its certificate, whom it trusts, what its callers' roles allow. Knows no gRPC and opens no port.
+"""TLS of one process: its certificate, the CA it trusts, what callers' roles allow. Knows no gRPC and opens no port.
 
 A process has one identity: `--tls-cert` and `--tls-key` are what it shows, `--tls-ca` is whose certificates it
 believes.
 
 - With a certificate and its key the gateway's ports, those of HTTP and of gRPC, speak TLS and nothing else. Clients
-  need no certificate; API keys tell who they are.
+  need no certificate; API keys identify them.
 - With a CA too, everything between our own processes is mutual TLS: each side shows a certificate that the CA has
   signed, and the one that connects checks that the other's is for the host it has dialled. A worker's port is for our
   own processes only, so a worker takes all three settings or none; a gateway without a CA reaches its workers without
   TLS.
 - What a caller may do is its role: a URI among its certificate's subject alternative names, `spiffe://tandem/ROLE`
-  with a role of `ROLES`. `CALLERS` says which roles may call a service; one that is not in it is called by nobody. A
+  with a role of `ROLES`. `CALLERS` says which roles may call a service; one that is not in it cannot be called. A
   certificate may name several roles (that of `tandem up` names three); one without a role may ask for health and what
   clients may ask for.
 
@@ -91,7 +91,7 @@ class Pem:
 
 
 def tls_files(cert: Path | None, key: Path | None, ca: Path | None, *, needs_ca: bool = False) -> TlsFiles | None:
-    """The files that settings name; None: no TLS. Raises ConfigError where one is missing beside the others."""
+    """Returns the files that settings name; None: no TLS. Raises ConfigError where one is missing beside the others."""
     if cert is None and key is None and ca is None:
         return None
     for name, value in (("cert", cert), ("key", key)):
@@ -135,7 +135,7 @@ class Identity:
         return self.files.ca is not None
 
     def pem(self) -> Pem:
-        """The last good content of the files."""
+        """Returns the last good content of the files."""
         return self._look().pem
 
     def http_context(self) -> ssl.SSLContext:
@@ -223,7 +223,7 @@ def check_caller(service: str, roles: frozenset[str] | None) -> None:
 
 
 def roles_of(uris: Iterable[str]) -> frozenset[str]:
-    """The roles that a certificate's URIs name."""
+    """Returns the roles that a certificate's URIs name."""
     named = {uri.removeprefix(ROLE_URI_PREFIX) for uri in uris if uri.startswith(ROLE_URI_PREFIX)}
     return frozenset(named & set(ROLES))
 
@@ -257,7 +257,7 @@ class _Loaded:
 
 
 def _load(files: TlsFiles, roles: frozenset[str], host: str) -> tuple[tuple[int, ...], _Loaded]:
-    """The files' stamp and content, of one moment. Raises ConfigError."""
+    """Returns the files' stamp and content, of one moment. Raises ConfigError."""
     for _ in range(NUM_READS):
         stamp = _stamp_of(files)
         pem = _read(files)
@@ -379,7 +379,7 @@ def _readable_ca(path: Path) -> Path:
 
 
 def _stamp_of(files: TlsFiles) -> tuple[int, ...]:
-    """Three numbers of each file, the time of its last change first; zeros where there is none."""
+    """Returns three numbers of each file, the time of its last change first; zeros where no file exists."""
     stamp: list[int] = []
     for path in (files.cert, files.key, files.ca):
         try:

@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 def read_text(path: Path, what: str, *, max_bytes: int) -> str:
-    """The file's text; `what` says in errors what the file is. Raises ConfigError."""
+    """Returns the file's text; `what` says in errors what the file is. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -34,7 +34,7 @@ def read_text(path: Path, what: str, *, max_bytes: int) -> str:
 
 
 def parse(text: str, shape: type[S]) -> S:
-    """The document as a struct. Raises ConfigError that names key and rule, or the line where the text is not TOML."""
+    """Returns the document as a struct. Raises ConfigError with key and rule, or the line where it is not TOML."""
     try:
         document = msgspec.toml.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -43,7 +43,7 @@ def parse(text: str, shape: type[S]) -> S:
 
 
 def convert(value: Any, shape: type[S], *, where: str = "") -> S:
-    """A value of the document as a struct; `where` is its key. Raises ConfigError that names key and rule."""
+    """Returns a value of the document as a struct; `where` is its key. Raises ConfigError that names key and rule."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
@@ -51,7 +51,7 @@ def convert(value: Any, shape: type[S], *, where: str = "") -> S:
 
 
 def _explained(message: str, shape: Any, where: str) -> str:
-    """Msgspec's message with the key first, and a suggestion for a key that does not exist."""
+    """Returns msgspec's message with the key first, and a suggestion for a key that does not exist."""
     rule, _, place = message.partition(" - at `$")
     key = (where + place.rstrip("`")).lstrip(".")
     unknown = re.search(r"unknown field `(.*)`", rule)
@@ -60,7 +60,7 @@ def _explained(message: str, shape: Any, where: str) -> str:
 
 
 def _names(shape: Any) -> Set[str]:
-    """The keys of all structs that a type is made of."""
+    """Returns the keys of all structs that a type is made of."""
     if isinstance(shape, type) and issubclass(shape, msgspec.Struct):
         fields = msgspec.structs.fields(shape)
         return {field.encode_name for field in fields}.union(*(_names(field.type) for field in fields))

@@ -8,5 +8,5 @@ DISTRIBUTION = "tandem-serving"
 
 @functools.cache
 def version() -> str:
-    """As the installed distribution says."""
+    """Returns the version of the installed distribution."""
     return metadata.version(DISTRIBUTION)

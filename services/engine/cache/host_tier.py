@@ -56,12 +56,12 @@ class HostTier:
         return self._space.page_bytes
 
     def stats(self) -> HostTierStats:
-        """Counts, from any thread; they may be of different moments there."""
+        """Returns counts, from any thread; they may be of different moments there."""
         free, total = self._space.num_free_slots, self._space.num_slots
         return HostTierStats(total, free, total - free, self._num_stored, self._num_loaded, self._num_dropped)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether the page with this key is here."""
+        """Returns whether the page with this key is here."""
         return key in self._entries
 
     def parents(self) -> dict[PageKey, PageKey | None]:
@@ -95,7 +95,7 @@ class HostTier:
             self._num_dropped += 1
 
     def take(self, keys: Sequence[PageKey]) -> list[int]:
-        """Slots of pages that are here, and are found no longer; the caller gives them to `load`."""
+        """Returns the slots of pages that are here, which are no longer found; the caller gives them to `load`."""
         return [self._entries.pop(key).slot for key in keys]
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class HostTier:
         return 2 * len(slots) * self._space.page_bytes
 
     def problems(self) -> list[str]:
-        """How the books contradict themselves, if they do; between two calls of an allocator nothing is taken."""
+        """Returns how the books contradict themselves; between two calls of an allocator nothing is taken."""
         problems = self._space.problems()
         slots = {entry.slot for entry in self._entries.values()}
         if len(slots) != len(self._entries) or len(slots) != self._space.num_slots - self._space.num_free_slots:

@@ -30,7 +30,7 @@ def num_pool_pages(
     kv_memory_bytes: int | None,
     gpu_memory_share: float,
 ) -> int:
-    """Return how many pages the pool gets, beside weights that are loaded already.
+    """Returns how many pages the pool gets, beside weights that are loaded already.
 
     That is `num_pages`, or what fits into `kv_memory_bytes`. With neither, 1 GiB or a quarter of the available memory
     on a CPU, whichever is less; on a GPU half of the free memory, and at most half of `gpu_memory_share` of what the
@@ -89,13 +89,13 @@ def _default_kv_bytes(device: torch.device, available_bytes: int, weight_bytes: 
 
 
 def _gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what is free on a GPU, and what it has."""
+    """Returns what is free on a GPU, and what it has."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return int(free_bytes), int(total_bytes)
 
 
 def _available_memory_bytes(device: torch.device) -> int:
-    """Return what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
+    """Returns what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
     if device.type == "cuda":
         return _gpu_memory_bytes(device)[0]
     limits = [_host_available_bytes()]

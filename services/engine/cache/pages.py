@@ -32,7 +32,7 @@ _CODE_OF: dict[HeldState, int] = {"reserved": _RESERVED, "used": _USED}
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
-    """Return how many pages of `page_size` tokens hold `num_tokens` tokens."""
+    """Returns how many pages of `page_size` tokens hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
@@ -65,7 +65,7 @@ class PageLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens` tokens."""
+        """Returns how many pages hold `num_tokens` tokens."""
         return num_pages_for(num_tokens, self.page_size)
 
 
@@ -104,7 +104,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in the host's memory, which is taken when it is first written to. At least one element."""
+    """Returns zeros in the host's memory, which is taken when it is first written to. At least one element."""
     # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
     # used of it. torch.zeros would write it all.
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -151,7 +151,7 @@ class PageStore(Protocol):
     """Where named pages go that an allocation evicts; services.engine.cache.host_tier is one."""
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether the store has the page with this key."""
+        """Returns whether the store has the page with this key."""
         ...
 
     def parents(self) -> dict[PageKey, PageKey | None]:
@@ -171,7 +171,7 @@ class PageStore(Protocol):
         ...
 
     def problems(self) -> list[str]:
-        """How the books contradict themselves, if they do."""
+        """Returns how the books contradict themselves, if they do."""
         ...
 
 
@@ -250,15 +250,15 @@ class PageAllocator:
         return self._num_in_state[_FREE] + self._num_in_state[_CACHED] - self._num_promised
 
     def counts(self) -> PageCounts:
-        """Return the number of pages in each state."""
+        """Returns the number of pages in each state."""
         return PageCounts(self._num_pages, *self._num_in_state)
 
     def can_promise(self, num_pages: int) -> bool:
-        """Say whether `promise` would succeed now."""
+        """Says whether `promise` would succeed now."""
         return num_pages <= self.num_available_pages
 
     def promise(self, num_pages: int) -> None:
-        """Count `num_pages` as spoken for.
+        """Counts `num_pages` as spoken for.
 
         Raises:
             NoFreePages: fewer are available.
@@ -269,14 +269,14 @@ class PageAllocator:
         self._num_promised += num_pages
 
     def unpromise(self, num_pages: int) -> None:
-        """Give back a promise of `num_pages`."""
+        """Gives back a promise of `num_pages`."""
         _check_count(num_pages)
         if num_pages > self._num_promised:
             raise InvariantViolated(f"{num_pages} pages given back of {self._num_promised} promised")
         self._num_promised -= num_pages
 
     def allocate(self, num_pages: int, *, state: HeldState, num_promised: int = 0) -> list[int]:
-        """Take `num_pages` pages, each with one holder and a new generation; all or none. Free ones come first.
+        """Takes `num_pages` pages, each with one holder and a new generation; all or none. Free ones come first.
 
         `num_promised` of them were promised to the caller before: these cannot fail, and the promise shrinks by as
         many.
@@ -362,14 +362,14 @@ class PageAllocator:
         return bool(self._added or self._evicted)
 
     def take_changes(self) -> PageChanges:
-        """Return which keys have come and gone since the last call. What came and went is in neither."""
+        """Returns which keys have come and gone since the last call. What came and went is in neither."""
         changes = PageChanges(tuple(self._added), tuple(self._evicted))
         self._added.clear()
         self._evicted.clear()
         return changes
 
     def find(self, keys: Sequence[PageKey]) -> list[int]:
-        """Return the pages with the first of these keys, as many as there are in a row. Nothing changes."""
+        """Returns the pages with the first of these keys, as many as there are in a row. Nothing changes."""
         page_ids = []
         for key in keys:
             page_id = self._page_of.get(key)
@@ -379,11 +379,11 @@ class PageAllocator:
         return page_ids
 
     def find_stored(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Return the first of these keys whose pages are in the store, as many as there are in a row."""
+        """Returns the first of these keys whose pages are in the store, as many as there are in a row."""
         return list(takewhile(self._is_stored, keys))
 
     def take_stored(self, keys: Sequence[PageKey]) -> list[int]:
-        """Take what `find_stored` found out of the store; nobody finds it until it is named again."""
+        """Takes what `find_stored` found out of the store; nobody finds it until it is named again."""
         assert self._store is not None, "what was found is somewhere"
         for key in keys:
             self._note(key, self._evicted, self._added)
@@ -392,8 +392,8 @@ class PageAllocator:
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
         """Uses different pages whose content is kept, each with one holder more; all or none.
 
-        `num_promised` of them were promised to the caller before; the promise shrinks by as many. Return False, and
-        change nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
+        `num_promised` of them were promised to the caller before; the promise shrinks by as many. Returns False, and
+        changes nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
         because of promises to others.
         """
         if not 0 <= num_promised <= min(len(page_ids), self._num_promised):
@@ -416,26 +416,26 @@ class PageAllocator:
         return True
 
     def drop(self, page_ids: Sequence[int], generations: Sequence[int]) -> None:
-        """Free those of the pages that are cached in that generation and that no key finds. Idempotent."""
+        """Frees those of the pages that are cached in that generation and that no key finds. Idempotent."""
         for page_id, generation in zip(page_ids, generations, strict=True):
             is_meant = page_id in self._cached and self._generations[page_id] == generation
             if is_meant and self._keys[page_id] is None:
                 self._free_cached(page_id)
 
     def mark_used(self, page_ids: Sequence[int]) -> None:
-        """Move reserved pages to used: their content was verified."""
+        """Moves reserved pages to used: their content was verified."""
         for page_id in page_ids:
             self._check_state(page_id, _RESERVED)
             self._move(page_id, _USED)
 
     def retain(self, page_ids: Sequence[int]) -> None:
-        """Add one holder to each page."""
+        """Adds one holder to each page."""
         for page_id in page_ids:
             self._check_held(page_id)
             self._references[page_id] += 1
 
     def release(self, page_ids: Sequence[int], *, is_kept: bool = False) -> None:
-        """Take one holder from each page; a page without holders is cached if it is named or `is_kept`, else free.
+        """Takes one holder from each page; a page without holders is cached if it is named or `is_kept`, else free.
 
         In the order of a sequence's tokens.
         """
@@ -452,28 +452,28 @@ class PageAllocator:
                 self._free_ids.append(page_id)
 
     def state(self, page_id: int) -> PageState:
-        """Return the page's state."""
+        """Returns the page's state."""
         self._check_id(page_id)
         return _STATES[self._states[page_id]]
 
     def num_references(self, page_id: int) -> int:
-        """Return how many hold the page."""
+        """Returns how many hold the page."""
         self._check_id(page_id)
         return self._references[page_id]
 
     def generation(self, page_id: int) -> int:
-        """Return the number of times the page was allocated; 0 is a page that never was."""
+        """Returns the number of times the page was allocated; 0 is a page that never was."""
         self._check_id(page_id)
         return self._generations[page_id]
 
     def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the generation of each page. The only method that other threads may call, too."""
+        """Returns the generation of each page. The only method that other threads may call, too."""
         if page_ids and not (min(page_ids) >= 0 and max(page_ids) < self._num_pages):
             raise InvariantViolated(f"pages {list(page_ids)} do not all exist; the pool has {self._num_pages}")
         return tuple(map(self._generations.__getitem__, page_ids))
 
     def check_integrity(self) -> None:
-        """Compare every count with every page. Takes time in proportion to the pool: call it when idle.
+        """Compares every count with every page. Takes time in proportion to the pool: call it when idle.
 
         Raises:
             InvariantViolated: the books contradict themselves; the message says all the ways in which they do.
@@ -617,7 +617,7 @@ class PageLease:
     """
 
     def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
-        """Promise `num_promised_pages`; raises NoFreePages where that cannot be kept."""
+        """Promises `num_promised_pages`; raises NoFreePages where that cannot be kept."""
         allocator.promise(num_promised_pages)
         self._allocator = allocator
         self._num_promised = num_promised_pages
@@ -635,11 +635,11 @@ class PageLease:
         return self._is_closed
 
     def can_grow(self, num_pages: int) -> bool:
-        """Say whether `grow` would succeed now."""
+        """Says whether `grow` would succeed now."""
         return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
 
     def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Take `num_pages` more, from the promise first; return only the new ones. All or none.
+        """Takes `num_pages` more, from the promise first; returns only the new ones. All or none.
 
         Raises:
             NoFreePages: the promise is smaller and the rest is not available.
@@ -653,11 +653,11 @@ class PageLease:
         return page_ids
 
     def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Grow until the lease holds at least `num_pages`; return only the new ones."""
+        """Grows until the lease holds at least `num_pages`; returns only the new ones."""
         return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
 
     def mark_used(self) -> None:
-        """Move all pages of the lease that are reserved to used."""
+        """Moves all pages of the lease that are reserved to used."""
         is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
         self._allocator.mark_used(is_reserved)
 
@@ -673,7 +673,7 @@ class PageLease:
         return True
 
     def close(self, *, is_kept: bool = False) -> None:
-        """Give back the pages and the promise. The second time does nothing.
+        """Gives back the pages and the promise. The second time does nothing.
 
         `is_kept`: the content of used pages stays, as long as the pool has room, for a caller that takes it by its
         generation.

@@ -101,7 +101,7 @@ class SwapSpace:
             del self._rows[slot]
 
     def problems(self) -> list[str]:
-        """How the books contradict themselves, if they do."""
+        """Returns how the books contradict themselves, if they do."""
         rows = sorted([*self._free_rows, *self._rows.values()])
         return [] if rows == list(range(self._num_slots)) else ["slots are held twice, or by nobody"]
 

@@ -81,7 +81,7 @@ class KernelDecoder:
         return KernelStep(self, step)
 
     def arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
-        """A step as the kernels read it, and where its logits will be. The tensors must outlive it."""
+        """Returns a step as the kernels read it, and where its logits will be. The tensors must outlive it."""
         num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
         logits = torch.empty(num_logits, self._config.vocab_size)
         self._check_pool(step.pool_data)
@@ -135,7 +135,7 @@ class KernelStep:
         )
 
     def forward(self) -> torch.Tensor:
-        """Logits, float32 [rows, V]."""
+        """Returns logits, float32 [rows, V]."""
         self._decoder.run(self._args)
         return self._logits
 
@@ -159,7 +159,7 @@ class KernelStep:
 
 
 def heads_args(config: ModelConfig) -> HeadsArgs:
-    """The structure of a model's attention."""
+    """Returns the structure of a model's attention."""
     return HeadsArgs(config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers, config.head_dim**-0.5)
 
 

@@ -195,7 +195,7 @@ def prefill_block(dtype: torch.dtype, group: int) -> Block:
 
 
 def num_splits(context_len: int) -> int:
-    """How many splits a decode row of that length has."""
+    """Returns how many splits a decode row of that length has."""
     return -(-context_len // SPLIT_TOKENS)
 
 

@@ -97,7 +97,7 @@ class TritonDecoder:
         rope: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All blocks; what the last one adds to the residual, and the residual, which is changed in place."""
+        """Runs all blocks. Returns what the last adds to the residual, and the residual, which is changed in place."""
         config, eps = self.config, self.config.norm_eps
         x = residual
         for index, layer in enumerate(self._weights.layers):

@@ -15,7 +15,7 @@ _ACTIVATION_BLOCK = 1024
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of x [T, K] over its last axis, times weight [K]; same dtype."""
+    """Returns the norm of x [T, K] over its last axis, times weight [K]; same dtype."""
     out = torch.empty_like(x)
     _launch_norm(x, x, weight, out, eps, has_residual=False)
     return out

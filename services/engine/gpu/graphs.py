@@ -61,7 +61,7 @@ class Capture(Protocol):
 
 
 def call_again(function: Callable[[], None]) -> Callable[[], None]:
-    """The Capture of a device without graphs."""
+    """Returns the function itself: the Capture of a device without graphs."""
     return function
 
 
@@ -87,7 +87,7 @@ class GraphCapture:
 
 
 def buckets(max_rows: int) -> list[int]:
-    """The numbers of rows for which there is a graph: 1, 2, 4, 8, 16, 24 … and `max_rows`."""
+    """Returns the numbers of rows for which there is a graph: 1, 2, 4, 8, 16, 24 … and `max_rows`."""
     return sorted({*(n for n in (1, 2, 4, 8) if n < max_rows), *range(16, max_rows, 8), max_rows})
 
 
@@ -255,7 +255,7 @@ class _Packing:
         return torch.zeros(self._num_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
     def parts(self, inputs: torch.Tensor, num_rows: int) -> dict[str, torch.Tensor]:
-        """The inputs of the first rows by name, in that memory."""
+        """Returns the inputs of the first rows by name, in that memory."""
         parts = {}
         for name, (start, dtype) in self._places.items():
             part = inputs[start:].view(-1)

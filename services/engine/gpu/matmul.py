@@ -38,7 +38,7 @@ def permit_split_k() -> None:
 
 
 def permit_where_needed(linears: Iterable[Linear], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Try each layer with a few numbers of rows, and permit split-K if one is refused for want of another way.
+    """Tries each layer with a few numbers of rows, and permits split-K if one is refused for want of another way.
 
     torch raises RuntimeError there: the library that can do without is the only one it may ask.
     """

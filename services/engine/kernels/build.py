@@ -38,7 +38,7 @@ class KernelsUnavailable(TandemError):
 def build_library(
     *, cache_dir: Path | None = None, compiler: str | None = None, extra_flags: Sequence[str] = ()
 ) -> Path:
-    """The path of the compiled library, compiled now where the cache does not hold it.
+    """Returns the path of the compiled library, compiled now where the cache does not hold it.
 
     `cache_dir` is by default the user's cache, `compiler` the first one found (the variable CXX goes first), and
     `extra_flags` go last, for tests of other instruction sets. Raises KernelsUnavailable.

@@ -306,13 +306,13 @@ class Kernels:
         return token_ids
 
     def workspace_elements(self, decoder: DecoderArgs, *, num_tokens: int, num_logits: int) -> int:
-        """The size of the scratch memory of a step, in elements of the model's dtype."""
+        """Returns the size of the scratch memory of a step, in elements of the model's dtype."""
         return int(self._library.tandem_workspace_elements(decoder, num_tokens, num_logits))
 
 
 @functools.cache
 def load_kernels() -> Kernels:
-    """The kernels of this process, built and checked at the first call. Raises KernelsUnavailable."""
+    """Returns the kernels of this process, built and checked at the first call. Raises KernelsUnavailable."""
     return open_kernels()
 
 
@@ -345,14 +345,14 @@ def check_arithmetic(kernels: Kernels) -> None:
 
 
 def linear_args(packed: torch.Tensor, bias: torch.Tensor | None, *, shape: tuple[int, int]) -> LinearArgs:
-    """The structure for a packed weight of `shape` [N, K] and a float32 bias; the tensors must outlive it."""
+    """Returns the structure for a packed weight of `shape` [N, K] and a float32 bias; the tensors must outlive it."""
     return LinearArgs(pointer(packed), None if bias is None else pointer(bias), *shape)
 
 
 def batch_args(
     pool_data: torch.Tensor, query_start: torch.Tensor, context_lens: torch.Tensor, page_tables: torch.Tensor
 ) -> BatchArgs:
-    """The structure for an AttentionBatch over a pool [N, H, L, 2, S, D]; the tensors must outlive it."""
+    """Returns the structure for an AttentionBatch over a pool [N, H, L, 2, S, D]; the tensors must outlive it."""
     num_sequences = context_lens.shape[0]
     return BatchArgs(
         check_tensor(query_start, torch.int32, shape=(num_sequences + 1,)),
@@ -367,7 +367,7 @@ def batch_args(
 
 
 def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, ...]) -> int:
-    """The tensor's address. Raises InvariantViolated where its type, shape or layout is not what a kernel reads."""
+    """Returns the tensor's address. Raises InvariantViolated for a type, shape or layout that no kernel reads."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise InvariantViolated(
             f"a kernel was given {tensor.dtype} {list(tensor.shape)} where it reads {dtype} {list(shape)}"
@@ -376,7 +376,7 @@ def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, 
 
 
 def pointer(tensor: torch.Tensor) -> int:
-    """The address of a contiguous CPU tensor."""
+    """Returns the address of a contiguous CPU tensor."""
     if not tensor.is_contiguous() or not tensor.is_cpu:
         raise InvariantViolated("a kernel was given a tensor that is not contiguous or not in host memory")
     return tensor.data_ptr()

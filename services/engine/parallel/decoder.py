@@ -71,7 +71,7 @@ class ShardedDecoder:
         return self._end(x, step)
 
     def _begin(self, step: DecoderStep) -> torch.Tensor:
-        """What goes into the first layer of the stage, [T, hidden]."""
+        """Returns what goes into the first layer of the stage, [T, hidden]."""
         embedding = self._weights.embedding
         if embedding is None:
             x = torch.empty(step.token_ids.shape[0], self._config.hidden_size, dtype=step.pool_data.dtype)
@@ -191,7 +191,7 @@ class TorchMath:
 
 
 def layer_math(config: ModelConfig, shard: Shard, kernels: Kernels | None) -> LayerMath:
-    """The fastest there is."""
+    """Returns the fastest there is."""
     num_heads, num_kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
     if kernels is None:
         return TorchMath(config, num_heads, num_kv_heads)

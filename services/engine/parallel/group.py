@@ -78,7 +78,7 @@ class RankGroup:
         return self._model(part, facts)
 
     def make_pool(self, layout: PageLayout, num_pages: int) -> PagePool:
-        """Pages in memory that all ranks map; no other process can, and it is gone with the last of them."""
+        """Returns pages in memory that all ranks map; no other process can, and it is gone with the last of them."""
         assert self._part is not None, "the model is loaded first"
         num_bytes = num_pages * math.prod(layout.shape) * layout.dtype.itemsize
         fd = os.memfd_create("tandem-pages")

@@ -36,7 +36,7 @@ class Meeting:
             self._stage = _group(stage_store, shard.tensor_rank, parallelism.tensor)
 
     def gather(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """The columns of all ranks of the stage: [T, N] out of this rank's [T, n]."""
+        """Returns the columns of all ranks of the stage: [T, N] out of this rank's [T, n]."""
         num_parts = self._shard.parallelism.tensor
         if num_parts == 1:
             return part
@@ -64,7 +64,7 @@ class Meeting:
         return rows
 
     def bring_to_first(self, part: torch.Tensor | None, num_rows: int, num_columns: int) -> torch.Tensor:
-        """The columns [num_rows, N] of all ranks of the last stage, float32, on rank 0; an empty tensor elsewhere.
+        """Returns the columns [num_rows, N] of all ranks of the last stage, float32; elsewhere than on rank 0, empty.
 
         `part` [num_rows, n] is None in the other stages.
         """

@@ -34,7 +34,7 @@ class StepMessage:
         self.logits_indices = logits_indices
 
     def encode(self) -> bytes:
-        """The message; 8-byte numbers come first, so that all arrays are aligned where they arrive."""
+        """Returns the message; 8-byte numbers come first, so that all arrays are aligned where they arrive."""
         batch = self.batch
         tables = batch.page_tables
         head = _STEP.pack(self.token_ids.shape[0], tables.shape[0], tables.shape[1], self.logits_indices.shape[0])

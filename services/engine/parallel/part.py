@@ -55,14 +55,14 @@ class RankPart:
             source.checkpoint.close()
 
     def facts(self) -> dict[str, Any]:
-        """What rank 0 must know of it."""
+        """Returns what rank 0 must know of it."""
         return {
             "arithmetic": arithmetic_of(self.source.kernels, self.source.placement.device),
             "row_sums": {name: f"{value:x}" for name, value in self.row_sums.items()},
         }
 
     def fingerprint(self, others: Iterable[Mapping[str, int]]) -> str:
-        """The model's, which is that of a single rank, out of what this rank and the `others` have read."""
+        """Returns the model's, which is that of a single rank, out of what this rank and the `others` have read."""
         return layout_fingerprint(self.source.config, weights_digest=self.source.checkpoint.digest(others))
 
     def connect(self, store_path: Path) -> None:
@@ -89,7 +89,7 @@ class RankPart:
         )
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """The rank's part of a step; the logits [rows, V] on rank 0."""
+        """Computes the rank's part of a step. Returns the logits [rows, V] on rank 0."""
         if self._decoder is None:
             raise InvariantViolated("a rank computes before it has met the others")
         return self._decoder.forward(step)

@@ -92,7 +92,7 @@ class RankProcesses:
         self._is_serving = True
 
     def explain(self, error: BaseException, *, timeout_s: float = 2.0) -> TandemError:
-        """What was behind an error of talking to the ranks: the watch may need a moment to see which rank has ended."""
+        """Returns the cause of an error of talking to the ranks: the watch may need a moment to see which one ended."""
         self._has_ended.wait(timeout_s)
         return self._loss or WorkerLost(f"the ranks of the worker lost each other: {error}")
 
@@ -173,7 +173,7 @@ class RankProcesses:
             self._loss = WorkerLost(f"nothing was heard of rank {rank.rank} of the worker for {limit_s:g} s")
 
     def _why(self, rank: _RankProcess) -> TandemError:
-        """The end of a rank in words: its own, or the system's."""
+        """Returns the end of a rank in words: its own, or the system's."""
         if rank.heard:
             try:
                 words = json.loads(bytes(rank.heard))

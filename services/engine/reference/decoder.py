@@ -44,7 +44,7 @@ class RepeatedStep:
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
-        """Logits, float32 [rows, V]."""
+        """Returns logits, float32 [rows, V]."""
         return self.decoder.forward(self.step)
 
 

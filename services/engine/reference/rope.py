@@ -25,7 +25,7 @@ class RopeTable:
         self.ensure(min(self._max_positions, BLOCK_POSITIONS))
 
     def ensure(self, num_positions: int) -> torch.Tensor:
-        """The table [P, 2, D/2] (cosines, then sines) with P >= num_positions."""
+        """Returns the table [P, 2, D/2] (cosines, then sines) with P >= num_positions."""
         have = self.data.shape[0]
         if num_positions > have:
             wanted = min(max(num_positions, 2 * have), max(self._max_positions, num_positions))
@@ -36,7 +36,7 @@ class RopeTable:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The angle per position of each pair of dimensions, float32 [D/2], as `transformers` computes it."""
+    """Returns the angle per position of each pair of dimensions, float32 [D/2], as `transformers` computes it."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_scaling is None:

@@ -79,13 +79,13 @@ class _Lane:
         self._move(row, token_id, position)
 
     def compute(self) -> torch.Tensor:
-        """Compute the tokens at their positions; the next ones' logits, float32 [B, V], until the next call."""
+        """Computes the tokens at their positions. Returns the next ones' logits, float32 [B, V], good for one call."""
         for tensor, source in self._copies:
             tensor.copy_(source)
         return self._step.forward()
 
     def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Compute the tokens, and guess for each row what follows it, as far as its limit says."""
+        """Computes the tokens, and guesses for each row what follows it, as far as its limit says."""
         if isinstance(self._step, KernelStep):
             return self._step.guess(draws, limits)
         chains = [Chain(limit) for limit in limits]
@@ -137,11 +137,11 @@ class DraftModel:
         return self._allocator.num_pages
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that must be computed before the next can be guessed; at least one."""
+        """Returns the tokens of the sequence that must be computed before the next can be guessed; at least one."""
         return sequence.num_tokens - self._settle(sequence)
 
     def read(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Compute some of the tokens that are lacking, not the last one. False: there is no room."""
+        """Computes some of the tokens that are lacking, not the last one. False: there is no room."""
         start = self._settle(sequence)
         if not self._reserve([(sequence, start + num_tokens)]):
             return False
@@ -150,12 +150,12 @@ class DraftModel:
         return True
 
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
-        """Compute what is lacking of each but the last token, where there is room."""
+        """Computes what is lacking of each but the last token, where there is room."""
         for place in self._reserve([(sequence, sequence.num_tokens) for sequence in sequences]):
             self._catch_up(sequences[place])
 
     def guess(self, sequences: SequenceOf[Sequence], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Compute what is lacking and guess what follows each sequence; nothing where there is no room for it."""
+        """Computes what is lacking and guesses what follows each sequence; nothing where it has no room."""
         wanted = [(each, each.num_tokens + limit.most - 1) for each, limit in zip(sequences, limits, strict=True)]
         places = self._reserve(wanted)
         found: list[list[Guess]] = [[] for _ in sequences]
@@ -176,26 +176,26 @@ class DraftModel:
         return found
 
     def rehearse(self) -> None:
-        """Read and guess once, for nobody: the first time takes several times as long, and no request has to wait."""
+        """Reads and guesses once without a request, since the first time takes several times as long."""
         num_tokens = min(REHEARSED_TOKENS, self._allocator.num_pages * self._page_size // 2)
         sequence = Sequence(REHEARSAL, [0] * num_tokens, sampling=Sampling(max_tokens=num_tokens))
         self.guess([sequence], [Limit(num_tokens, [1.0] * LEVELS, 1.0, 0.0)])
         self.free(REHEARSAL)
 
     def free(self, key: Hashable) -> None:
-        """Forget a sequence. Unknown keys are ignored."""
+        """Forgets a sequence. Unknown keys are ignored."""
         memory = self._memories.pop(key, None)
         if memory is not None:
             memory.lease.close()
 
     def check_integrity(self) -> None:
-        """Compare the books with the pages. Raises InvariantViolated where they contradict each other."""
+        """Compares the books with the pages. Raises InvariantViolated where they contradict each other."""
         self._allocator.check_integrity()
         if not self._memories and self._allocator.num_free_pages != self._allocator.num_pages:
             raise InvariantViolated("pages of the draft model are held by nobody")
 
     def _settle(self, sequence: Sequence) -> int:
-        """Keep what is computed of the sequence's tokens as they are now, and say how many; never the last one."""
+        """Keeps what is computed of the sequence's present tokens, never the last one. Returns how many those are."""
         memory = self._memories.get(sequence.sequence_id)
         if memory is None:
             return 0
@@ -236,7 +236,7 @@ class DraftModel:
         self._memories[sequence.sequence_id].num_tokens = end
 
     def _forward(self, sequence: Sequence, start: int, end: int) -> None:
-        """Compute a part of a sequence, of which nothing is to be known."""
+        """Computes a part of a sequence, of which nothing is to be known."""
         positions = np.arange(start, end)
         page_ids = np.array(self._memories[sequence.sequence_id].lease.page_ids, np.int32)
         slots = page_ids[positions // self._page_size].astype(np.int64) * self._page_size
@@ -254,7 +254,7 @@ class DraftModel:
         self._model.forward(tokens, places, AttentionBatch(starts, lens, tables, mapping), self._pool.data, none)
 
     def _lane(self, sequences: SequenceOf[Sequence], positions: SequenceOf[int]) -> _Lane:
-        """Return a lane with a token of each of these sequences."""
+        """Returns a lane with a token of each of these sequences."""
         page_ids = [self._memories[sequence.sequence_id].lease.page_ids for sequence in sequences]
         num_pages = max(MIN_LANE_PAGES, 1 << (max(map(len, page_ids)) - 1).bit_length())
         key = len(sequences), num_pages
@@ -269,7 +269,7 @@ class DraftModel:
 
 
 def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, memory_bytes: int) -> DraftModel:
-    """Load the draft of the model in `parts`, on the same device, with at most `memory_bytes` of KV pages.
+    """Loads the draft of the model in `parts`, on the same device, with at most `memory_bytes` of KV pages.
 
     Raises:
         ModelError: the folder cannot be served.

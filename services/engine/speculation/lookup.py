@@ -25,7 +25,7 @@ class PromptLookup:
         self._num_tokens = 0
 
     def propose(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
-        """Return what may follow `token_ids`, and how many of the last of them occurred before what it was taken from.
+        """Returns what may follow `token_ids`, and how many of the last of them occurred before what it was taken from.
 
         `token_ids` are those of the last call and more. Nothing is proposed where fewer than MIN_MATCH_TOKENS match.
         """
@@ -57,7 +57,7 @@ class PromptLookup:
         return self._token_ids[:num_tokens]
 
     def _match_length(self, place: int) -> int:
-        """How many tokens before `place` are those at the end, the same order."""
+        """Returns how many tokens before `place` are those at the end, the same order."""
         most = min(place, MAX_MATCH_TOKENS)
         before = self._token_ids[place - most : place]
         last = self._token_ids[self._num_tokens - most : self._num_tokens]

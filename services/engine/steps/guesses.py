@@ -57,7 +57,7 @@ class Chain:
         self._reached = 1.0
 
     def add(self, guess: Guess) -> bool:
-        """Take one more; return whether another is wanted."""
+        """Takes one more; returns whether another is wanted."""
         limit = self._limit
         self.guesses.append(guess)
         self._reached *= limit.chances[guess.level]

@@ -59,11 +59,11 @@ class Grammar(Protocol):
         ...
 
     def advance(self, token_ids: SequenceOf[int]) -> None:
-        """Give it the next tokens of the answer."""
+        """Gives it the next tokens of the answer."""
         ...
 
     def allowed(self) -> bytes:
-        """Say which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
+        """Says which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
 
         Those of tokens beyond the last byte are not. No bit is set where nothing can follow: a token before
         was not allowed, or the grammar is too complex to continue with.
@@ -158,16 +158,16 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
 
     def append_token(self, token_id: int) -> None:
-        """Add a chosen token. Its KV is computed by the next step."""
+        """Adds a chosen token. Its KV is computed by the next step."""
         self.token_ids.append(token_id)
 
     def finish_reason(self) -> FinishReason | None:
-        """Say why the last token ends the sequence; None where it does not."""
+        """Says why the last token ends the sequence; None where it does not."""
         num_generated = self.num_generated_tokens
         return None if num_generated == 0 else self.sampling.finish_reason(num_generated, self.token_ids[-1])
 
     def allowed_tokens(self) -> bytes | None:
-        """Say which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
+        """Says which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
 
         The grammar is given the tokens that it lacks first, so that a resumed sequence has the same ones to choose from
         as the one that it continues. Costs only what was added since the last call.
@@ -181,19 +181,19 @@ class Sequence:
         return allowed
 
     def take_mask_s(self) -> float:
-        """Return the seconds that its grammar has taken since the last call."""
+        """Returns the seconds that its grammar has taken since the last call."""
         mask_s, self.mask_s = self.mask_s, 0.0
         return mask_s
 
     def generated_counts(self) -> Mapping[int, int]:
-        """Return how often each token occurs after the prompt. Costs only what was added since the last call."""
+        """Returns how often each token occurs after the prompt. Costs only what was added since the last call."""
         for token_id in self.token_ids[self._num_counted_tokens :]:
             self._generated_counts[token_id] = self._generated_counts.get(token_id, 0) + 1
         self._num_counted_tokens = len(self.token_ids)
         return self._generated_counts
 
     def prompt_token_set(self) -> frozenset[int]:
-        """Return the distinct tokens of the prompt."""
+        """Returns the distinct tokens of the prompt."""
         if self._prompt_token_set is None:
             self._prompt_token_set = frozenset(self.prompt_token_ids)
         return self._prompt_token_set

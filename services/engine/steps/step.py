@@ -108,7 +108,7 @@ class StepResult:
 
 
 def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
-    """Return the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
+    """Returns the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
 
     Until then they are kept with the sequence; what is computed once more takes the place of what was kept. Nothing
     was proposed.

@@ -34,7 +34,7 @@ class Checkpoint:
         self._sums: dict[str, int] = {}
 
     def names(self) -> frozenset[str]:
-        """All tensor names in the folder."""
+        """Returns all tensor names in the folder."""
         return frozenset(self._file_of)
 
     def tensor(
@@ -46,7 +46,7 @@ class Checkpoint:
         rows: range | None = None,
         is_counted: bool = True,
     ) -> torch.Tensor:
-        """The tensor `name` of exactly `shape`, or `rows` of its first axis, converted to `dtype`, on the CPU.
+        """Returns the tensor `name` of exactly `shape`, or `rows` of its first axis, converted to `dtype`, on the CPU.
 
         Each row must be counted once by its readers: for what others count, `is_counted` is false. A tensor of one
         axis counts as a single row, whichever part of it is wanted.
@@ -73,7 +73,7 @@ class Checkpoint:
         return (part[rows.start : rows.stop] if is_vector else part).to(dtype)
 
     def row_sums(self) -> dict[str, int]:
-        """The sum over what was read and counted of each tensor: its header, with row 0, and its rows."""
+        """Returns the sum over what was read and counted of each tensor: its header, with row 0, and its rows."""
         return dict(self._sums)
 
     def digest(self, others: Iterable[Mapping[str, int]] = ()) -> str:

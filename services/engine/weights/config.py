@@ -249,7 +249,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
 
 
 def _context_length_tokens(raw: Mapping[str, Any], fields: _Fields) -> int:
-    """The model's limit, or its sliding window: within one window full attention is the same computation."""
+    """Returns the model's limit, or its sliding window: within one window full attention is the same computation."""
     limit = fields.count("max_position_embeddings")
     if not _has_sliding_layers(raw):
         return limit

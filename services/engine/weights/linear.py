@@ -48,7 +48,7 @@ class TorchLinear:
 
     @classmethod
     def of(cls, parts: LinearParts) -> TorchLinear:
-        """The layer that has these parts."""
+        """Returns the layer that has these parts."""
         return cls(parts.weight, parts.bias)
 
     @property

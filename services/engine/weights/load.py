@@ -105,7 +105,7 @@ class _Loader:
         return ShardWeights(embedding, layers, final_norm, lm_head)
 
     def _names_of_other_stages(self) -> set[str]:
-        """What those who read it check."""
+        """Returns what the readers of the tensor check."""
         own = self._shard.layers(self._config)
         theirs = tuple(f"model.layers.{index}." for index in range(self._config.num_layers) if index not in own)
         names = {name for name in self._checkpoint.names() if name.startswith(theirs)} if theirs else set()
@@ -149,7 +149,7 @@ class _Loader:
         )
 
     def _linear(self, names: list[str], cuts: list[tuple[int, range]], in_features: int, *, has_bias: bool) -> Linear:
-        """The projections `names` as one matrix; of each, how many rows there are and which of them are wanted."""
+        """Returns the projections `names` as one matrix; and of each, the number of rows and which are wanted."""
         weights, biases = [], []
         for name, (out_features, rows) in zip(names, cuts, strict=True):
             is_counted = not name.endswith((".k_proj", ".v_proj")) or self._shard.is_first_of_kv_group(self._config)
@@ -159,7 +159,7 @@ class _Loader:
         return self._placement.make_linear(torch.cat(weights), torch.cat(biases) if has_bias else None)
 
     def _tensor(self, name: str, *shape: int, rows: range | None = None, is_counted: bool = True) -> torch.Tensor:
-        """A tensor, or some rows of it. What has one axis is read by all ranks of a stage, and counted by the first."""
+        """Returns a tensor, or rows of it. All ranks of a stage read one with one axis; the first one counts it."""
         self._read.add(name)
         is_counted = is_counted and (len(shape) > 1 or self._shard.tensor_rank == 0)
         tensor = self._checkpoint.tensor(name, shape, dtype=self._placement.dtype, rows=rows, is_counted=is_counted)

@@ -17,7 +17,7 @@ class CudaMemory:
         self._index = device_index
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """Return new memory, uint8 [at least num_bytes], and a descriptor of it that the caller closes.
+        """Returns new memory, uint8 [at least num_bytes], and a descriptor of it that the caller closes.
 
         Raises OSError. It is unmapped with its last tensor.
         """
@@ -29,7 +29,7 @@ class CudaMemory:
             raise
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """Return what another process made, of the same size; the caller closes the descriptor. Raises OSError."""
+        """Returns what another process made, of the same size; the caller closes the descriptor. Raises OSError."""
         return self._tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
 
     def _tensor_over(self, memory: cuda_memory.MappedMemory) -> torch.Tensor:

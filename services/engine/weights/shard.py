@@ -73,16 +73,16 @@ class Shard:
         return self.stage == self.parallelism.pipeline - 1
 
     def layers(self, config: ModelConfig) -> range:
-        """The stage's layers."""
+        """Returns the stage's layers."""
         stages = self.parallelism.pipeline
         return range(config.num_layers * self.stage // stages, config.num_layers * (self.stage + 1) // stages)
 
     def rows(self, size: int) -> range:
-        """The rank's rows of a matrix with `size` of them."""
+        """Returns the rank's rows of a matrix with `size` of them."""
         return part_of(size, self.parallelism.tensor, self.tensor_rank)
 
     def heads(self, config: ModelConfig) -> range:
-        """The rank's query heads."""
+        """Returns the rank's query heads."""
         return self.rows(config.num_heads)
 
     def num_kv_groups(self, config: ModelConfig) -> int:
@@ -90,15 +90,15 @@ class Shard:
         return min(self.parallelism.tensor, config.num_kv_heads)
 
     def kv_group(self, config: ModelConfig) -> int:
-        """The rank's range of KV heads, that which its query heads attend to."""
+        """Returns the rank's range of KV heads, that which its query heads attend to."""
         return self.tensor_rank * self.num_kv_groups(config) // self.parallelism.tensor
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """The rank's KV heads."""
+        """Returns the rank's KV heads."""
         return part_of(config.num_kv_heads, self.num_kv_groups(config), self.kv_group(config))
 
     def is_first_of_kv_group(self, config: ModelConfig) -> bool:
-        """Whether no rank before it has the same KV heads."""
+        """Returns whether no rank before it has the same KV heads."""
         return self.tensor_rank * self.num_kv_groups(config) % self.parallelism.tensor == 0
 
 

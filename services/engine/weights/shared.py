@@ -57,15 +57,15 @@ class Memory(Protocol):
     """Where shared weights lie. Both raise OSError; what they return lives as long as its last tensor."""
 
     def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
-        """Have new memory, uint8 [num_bytes], filled; return it, and a descriptor that the caller closes."""
+        """Has new memory, uint8 [num_bytes], filled; returns it, and a descriptor that the caller closes."""
         ...
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """Return what another process made; the caller closes the descriptor."""
+        """Returns what another process made; the caller closes the descriptor."""
         ...
 
     def tidy(self) -> None:
-        """Give back what the allocator keeps of tensors that were moved."""
+        """Gives back what the allocator keeps of tensors that were moved."""
         ...
 
 
@@ -158,7 +158,7 @@ class Files(NamedTuple):
 def load_shared_weights(
     config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, *, arithmetic: str, files: Files
 ) -> LoadedWeights:
-    """Load the weights, or map those that another process of this user has loaded.
+    """Loads the weights, or maps those that another process of this user has loaded.
 
     `files` are those of before anything of the checkpoint was opened. Raises ModelError as `load_weights` does.
     """
@@ -197,7 +197,7 @@ def load_shared_weights(
 
 
 def _move_all(groups: list[list[Value]], memory: Memory, digest: str) -> list[Piece]:
-    """Move one group after the other; what cannot be moved stays where it is. Raises OSError and RuntimeError."""
+    """Moves one group after the other; what cannot be moved stays where it is. Raises OSError and RuntimeError."""
     pieces: list[Piece] = []
     try:
         for place in range(len(groups)):
@@ -216,7 +216,7 @@ def _close(pieces: Sequence[Piece]) -> None:
 
 
 def _take_apart(weights: ModelWeights) -> list[list[Value]]:
-    """The values of each layer in the order of its fields, and the rest; nothing else holds them afterwards."""
+    """Returns the values of each layer in the order of its fields, and the rest; nothing else holds them afterwards."""
     rest = [_parts(weights.embedding), _parts(weights.final_norm), _parts(weights.lm_head)]
     fields = [field.name for field in dataclasses.fields(LayerWeights)]
     return [[_parts(getattr(layer, name)) for name in fields] for layer in weights.layers] + [rest]
@@ -227,7 +227,7 @@ def _parts(value: torch.Tensor | Linear | None) -> Value:
 
 
 def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> ModelWeights:
-    """The weights of `_take_apart`."""
+    """Returns the weights of `_take_apart`."""
 
     def whole(value: Value) -> Any:
         return placement.linear_of(value) if isinstance(value, LinearParts) else value
@@ -274,7 +274,7 @@ def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Val
 def _put_together(
     pieces: Sequence[Piece], memory: Memory, placement: WeightPlacement, *, num_layers: int
 ) -> tuple[ModelWeights, str]:
-    """What another process has moved. Raises OSError, or ValueError for what is not ours."""
+    """Returns what another process has moved. Raises OSError, or ValueError for what is not ours."""
     if len(pieces) != num_layers + 1:
         raise ValueError(f"another process has {len(pieces)} pieces for {num_layers} layers and the rest")
     groups, digest = [], ""
@@ -315,7 +315,7 @@ def _name(files: Files, placement: WeightPlacement, arithmetic: str) -> str:
 
 
 def _device_key(device: torch.device) -> str:
-    """The GPU, or the memory nodes of the processor cores that this process may use."""
+    """Returns the GPU, or the memory nodes of the processor cores that this process may use."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     cores = os.sched_getaffinity(0)

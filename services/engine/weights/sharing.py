@@ -68,7 +68,7 @@ class Sharing:
         self._thread: threading.Thread | None = None
 
     def join(self) -> tuple[Piece, ...] | None:
-        """Return what another process has; waits while that makes it. None: it is for this one to make and offer it.
+        """Returns what another process has; waits while that makes it. None: it is for this one to make and offer it.
 
         The descriptors stay this object's. Raises SharingFailed.
         """
@@ -114,7 +114,7 @@ class Sharing:
         self._wake_writer.send(b"\0")
 
     def _bind(self) -> socket.socket | None:
-        """Take the name. None: somebody has it."""
+        """Takes the name. None: another process has it."""
         sock = _new_socket()
         try:
             sock.bind(self._address)
@@ -141,7 +141,7 @@ class Sharing:
         return sock
 
     def _ask(self, sock: socket.socket) -> tuple[Piece, ...] | None:
-        """Return what the other side has, when it has it. None: it ended before."""
+        """Returns what the other side has, when it has it. None: it ended before."""
         pieces: list[Piece] = []
         try:
             sock.send(_WANT)
@@ -200,7 +200,7 @@ class Sharing:
         return None
 
     def _has_ended(self, sock: socket.socket) -> bool:
-        """Wait until the other side ends, or until this one is closed."""
+        """Waits until the other side ends, or until this one is closed."""
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -252,7 +252,7 @@ class Sharing:
 
 
 def _give(peer: socket.socket, pieces: tuple[Piece, ...] | None) -> bool:
-    """Send what there is, or that it is to be waited for. False: the other side is gone, or does not read."""
+    """Sends what there is, or that it is to be waited for. False: the other side is gone, or does not read."""
     try:
         if pieces is None:
             with contextlib.suppress(BlockingIOError):  # it has enough to read

@@ -187,7 +187,7 @@ def test_without_prefill_workers_there_was_no_other_way() -> None:
     story = AnswerStory([("queue", 0)])
     story.note_route(routes[0], rival_of(routes, routes[0]), prefill="", began_us=0, placed_us=1)
     assert reasons(story.attempts[0], 10) == [
-        "no prefill worker was present, so the decode worker computed the prompt itself"
+        "no prefill worker was available, so the decode worker computed the prompt itself"
     ]
 
 
