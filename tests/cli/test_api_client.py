@@ -1,4 +1,4 @@
-"""What the command line's HTTP client makes of a gateway's answers, and of what is none."""
+"""What the command line's HTTP client makes of a gateway's answers, and of what is not an answer."""
 
 import socket
 from typing import Any
