@@ -11,11 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.cluster import rate_limits as limits_module
+from services.cluster import rate_limit_scripts, rate_limits
+from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
 from services.cluster.rate_limits import (
-    CONCURRENCY,
-    REQUESTS,
-    TOKENS,
     Bucket,
     Limiter,
     TenantLimits,
@@ -49,7 +47,7 @@ def _timed(script, first):
     return Script(script.body.replace("redis.call('TIME')", f"{{ARGV[{first}], ARGV[{first + 1}]}}"))
 
 
-TAKE, SETTLE = _timed(limits_module._TAKE, 8), _timed(limits_module._SETTLE, 5)
+TAKE, SETTLE = _timed(rate_limit_scripts.TAKE, 8), _timed(rate_limit_scripts.SETTLE, 5)
 
 
 @st.composite
@@ -74,7 +72,7 @@ async def test_scripts_and_exact_model_agree(patient_store, history):
         level = exact.refill(now_us)
         if is_forced:
             cost = -cost if is_back else cost
-            rows = limits_module._ENCODER.encode([(name, limit, -1, float(cost), 0.0, [], [])])
+            rows = rate_limits._ENCODER.encode([(name, limit, -1, float(cost), 0.0, [], [])])
             prefixes = (patient_store.keys.gateways, patient_store.keys.limit_prefix, patient_store.keys.hold_prefix)
             await patient_store.run(SETTLE, prefixes, ("g", 10_000, 10_000, rows, *time))
             if cost:
@@ -211,8 +209,8 @@ async def test_what_was_taken_too_much_comes_back(gateways):
 async def test_places_of_a_dead_gateway_are_free_within_ten_seconds(gateways, monkeypatch):
     allowed = TenantLimits(concurrency=1)
     dead, living = await gateways(starts=False), await gateways()
-    assert limits_module.HOLD_TTL_S <= 10
-    monkeypatch.setattr(limits_module, "HOLD_TTL_S", 1.0)
+    assert rate_limits.HOLD_TTL_S <= 10
+    monkeypatch.setattr(rate_limits, "HOLD_TTL_S", 1.0)
     assert (await dead.take("t", allowed, hold="x")).limit == ""
     assert (await living.take("t", allowed, hold="y")).limit == CONCURRENCY
     watch = Stopwatch()
@@ -226,8 +224,8 @@ async def test_places_of_a_dead_gateway_are_free_within_ten_seconds(gateways, mo
 
 async def test_places_of_a_living_gateway_are_kept(gateways, monkeypatch, client):
     allowed = TenantLimits(concurrency=1)
-    monkeypatch.setattr(limits_module, "HOLD_TTL_S", 1.0)
-    monkeypatch.setattr(limits_module, "RENEW_INTERVAL_S", 0.1)
+    monkeypatch.setattr(rate_limits, "HOLD_TTL_S", 1.0)
+    monkeypatch.setattr(rate_limits, "RENEW_INTERVAL_S", 0.1)
     busy, other = await gateways(), await gateways()
     assert (await busy.take("t", allowed, hold="x")).limit == ""
     key = busy._store.keys.hold_prefix + "t"
