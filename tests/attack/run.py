@@ -47,14 +47,16 @@ async def run(attacks: Iterable[Attack], target: Target | None = None) -> dict[s
     return rows
 
 
+WORDS = {True: "held", False: "**did not hold**", None: "not tried"}
+
+
 def table(attacks: dict[str, Attack], rows: dict[str, list[Row]]) -> str:
     """Markdown, a line for each row."""
-    words = {True: "held", False: "**did not hold**", None: "not tried"}
     lines = ["| findings | attack | what | expected | happened | |", "|---|---|---|---|---|---|"]
     for name, found in rows.items():
         numbers = ", ".join(map(str, attacks[name].findings))
         lines += [
-            f"| {numbers} | {name} | {row.what} | {row.expected} | {row.happened} | {words[row.held]} |"
+            f"| {numbers} | {name} | {row.what} | {row.expected} | {row.happened} | {WORDS[row.held]} |"
             for row in found
         ]
     return "\n".join(lines)
@@ -91,7 +93,9 @@ def main() -> int:
 async def _rows(one: Attack, target: Target) -> list[Row]:
     started = time.monotonic()
     found = list(await one.run(target))
-    sys.stderr.write(f"{one.name}: {time.monotonic() - started:.1f} s\n")
+    # As they come: a run that is stopped in the middle has shown what it found.
+    said = "".join(f"    {WORDS[row.held]}: {row.what}: {row.happened}\n" for row in found)
+    sys.stderr.write(f"{one.name}: {time.monotonic() - started:.1f} s\n{said}")
     return found
 
 
