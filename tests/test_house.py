@@ -8,8 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker", "planning", "cli")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
-MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_340
-"""The aim is 8,000 lines."""
+MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 
 LONG_FILES = {
     "gateway/observability/metrics.py": 583,
