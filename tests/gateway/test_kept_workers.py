@@ -178,7 +178,8 @@ async def test_a_fair_queue_is_fair_to_tenants_of_different_lanes(make_system, a
         await system.until(lambda num_taken=num_taken: len(shared.took) == num_taken + 1)
     counts = collections.Counter(shared.took[1:])
     assert abs(counts[7] - counts[8]) <= 2, counts
-    assert len(of_a.took) == 1
+    # On a busy machine it may have taken the gateway's own trial too (0), since it is silent for long.
+    assert of_a.took.count(7) == 1
     for script in (shared, of_a):
         for _ in tasks:
             script.ends.release()
