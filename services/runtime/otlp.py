@@ -250,7 +250,9 @@ def _grpc_exporter(otlp_url: str | None) -> SpanExporter:
     # The variables, where they are given, name the CAs to believe; otherwise it is the CA of this process.
     has_own = variable("OTEL_EXPORTER_OTLP_CERTIFICATE") or variable("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE")
     credentials = None if has_own or not url.startswith("https") else rpc.channel_credentials()
-    return GrpcSpanExporter(otlp_url, credentials=credentials, channel_options=(("grpc.enable_http_proxy", 0),))  # type: ignore[arg-type]
+    options = (("grpc.enable_http_proxy", 0),)
+    # Its annotation says texts; gRPC itself takes numbers.
+    return GrpcSpanExporter(otlp_url, credentials=credentials, channel_options=options)  # type: ignore[arg-type]
 
 
 def _http_exporter(otlp_url: str | None) -> SpanExporter:
@@ -334,7 +336,7 @@ class _Paced(Sequence[ReadableSpan]):
     def __iter__(self) -> Iterator[ReadableSpan]:
         for number, span in enumerate(self._spans):
             if number % SPANS_IN_A_ROW == 0:
-                time.sleep(0)
+                time.sleep(0)  # lets go of the interpreter, for the event loop; it waits for nothing
             yield span
 
 
