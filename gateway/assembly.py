@@ -18,6 +18,7 @@ from gateway.edge.grpc_api import INFERENCE_SERVICE, SERVICE_NAMES, InferenceSer
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.http_api import HttpApi
 from gateway.edge.pages import ClusterPage, OperatorPages
+from gateway.forms.answer_forms import AnswerForms
 from gateway.http.bodies import Bodies
 from gateway.http.browsers import BrowserGuard, Hosts
 from gateway.http.connections import MAX_CONNECTIONS
@@ -190,6 +191,7 @@ class Gateway:
             placements=self._placements,
             metrics=self.metrics,
             quarantine=self._quarantine,
+            form_of=AnswerForms().form_of,
             hints=CacheHints(self._prefixes, self.topology),
             gateway_incarnation=self.incarnation,
             seed=config.seed,

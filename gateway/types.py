@@ -25,7 +25,7 @@ class AskedSampling(SamplingMembers, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str = ""
-    """What the answer must keep to, as `gateway.models.response_format` writes it; empty: any text will do."""
+    """What the answer must keep to, as `gateway.forms.response_format` writes it; empty: any text will do."""
     form_field: str = "response_format"
     """The member of the request that asks for it."""
 

@@ -13,6 +13,7 @@ from gateway.access.door import FrontDoor
 from gateway.edge.generate import Answers, Generator
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.grpc_context import Context, add_limits, authenticate, metadata
+from gateway.forms.response_format import json_schema_in
 from gateway.http.bodies import Bodies
 from gateway.limits import (
     GRPC_PREFIX,
@@ -23,7 +24,6 @@ from gateway.limits import (
     check_token_ids,
 )
 from gateway.models.catalog import header_value
-from gateway.models.response_format import json_schema_in
 from gateway.named.ask import Ask, ask_for, ask_to_resume
 from gateway.named.journal import digest_of
 from gateway.named.requests import Journals

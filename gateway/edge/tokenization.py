@@ -7,11 +7,12 @@ import msgspec
 
 from gateway.access.door import FrontDoor
 from gateway.access.keys import ApiKey
+from gateway.forms.tools import offered_tools
 from gateway.http.bodies import Bodies
 from gateway.http.exchange import Exchange
 from gateway.limits import check_text_to_count, check_token_ids
 from gateway.models.catalog import ServedModel
-from gateway.models.tools import encode_conversation, offered_tools
+from gateway.models.conversation import encode_conversation
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest, parse, parse_members
 from gateway.openai.responses_request import ResponsesRequest, own_words
 from gateway.requests.lifecycle import Requests

@@ -1,1 +1,1 @@
-"""The models that are served: catalog, tokenizers, templates, tools, text of answers."""
+"""The models that are served: catalog, tokenizers, templates, how models write calls, text of answers."""

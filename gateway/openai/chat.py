@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
 
+from gateway.forms.answer_parts import AnswerParts, ReasoningTokens
+from gateway.forms.tools import forced_names, is_named, offered_tools, strict_names
 from gateway.limits import MAX_MESSAGES
-from gateway.models.answer_parts import AnswerParts, ReasoningTokens
 from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
 from gateway.models.template_words import MAX_WORDS, template_words_in
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser
-from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
 from gateway.openai.answers import (
     AssistantMessage,
     CalledFunction,

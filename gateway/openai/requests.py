@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta
 
+from gateway.forms.tools import MAX_TOOLS
 from gateway.limits import (
     DEFAULT_SERVICE_CLASS,
     MAX_AFFINITY_CHARS,
@@ -30,7 +31,6 @@ from gateway.limits import (
     check_affinity_key,
     check_cache_salt,
 )
-from gateway.models.tools import MAX_TOOLS
 from gateway.openai.shapes import (
     ABSENT,
     MESSAGE,

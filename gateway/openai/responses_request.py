@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.limits import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, check_affinity_key, check_text
-from gateway.models.tools import check_conversation
+from gateway.models.conversation import check_conversation
 from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
 from gateway.openai.requests import EffortOption, RequestBody
 from gateway.openai.shapes import UP_TO_THE_CONTEXT, list_of, said, synonym

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.models.answer_parts import AnswerParts, ReasoningTokens
+from gateway.forms.answer_parts import AnswerParts, ReasoningTokens
+from gateway.forms.tools import forced_names, offered_tools, strict_names
 from gateway.models.answer_pieces import Arguments, CallStart, Piece, Reasoning
 from gateway.models.tokenizer import ModelTokenizer
-from gateway.models.tools import forced_names, offered_tools, strict_names
 from gateway.named.journal import event_id_error
 from gateway.openai.answers import (
     ChatTokenLogprob,

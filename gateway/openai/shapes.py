@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from gateway.forms.tools import MAX_TOOLS
 from gateway.limits import (
     MAX_NAME_CHARS,
     MAX_PROMPT_LOGPROBS,
@@ -17,7 +18,7 @@ from gateway.limits import (
     MAX_STOP_TEXT_BYTES,
     MAX_STOP_TEXTS,
 )
-from gateway.models.tools import MAX_TOOL_DEPTH, MAX_TOOLS
+from gateway.models.conversation import MAX_TOOL_DEPTH
 from services.runtime.sampling import MAX_TOKENS_EVER, PARAMETERS, SamplingMembers
 from services.structured.lark import MAX_CALLS
 

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from gateway.models.response_format import form_in
+from gateway.forms.response_format import form_in
 from gateway.openai.shapes import STRUCTURED_OUTPUTS, StopTexts, list_of, said, synonym
 from gateway.types import AskedSampling
 from services.runtime.errors import InvalidRequest

@@ -4,7 +4,7 @@ The first part of a request's life; `gateway.requests.lifecycle` has the rest. K
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,12 +21,11 @@ from gateway.limits import (
     check_service_class,
     check_text,
     check_token_ids,
-    check_with_form,
     complete_sampling,
 )
 from gateway.models.catalog import ModelCatalog, ServedModel
+from gateway.models.conversation import encode_conversation
 from gateway.models.sampling_defaults import with_defaults
-from gateway.models.tools import encode_conversation
 from gateway.observability.tracing import RequestSpans, Tracing
 from gateway.requests.call import (
     AcceptedCall,
@@ -38,15 +37,16 @@ from gateway.requests.call import (
     TenantTicket,
     Totals,
 )
-from gateway.requests.form import answer_form
 from gateway.requests.seeds import choice_seed, id_source, key_seed, seed_source
 from gateway.types import Sampling
 from services.runtime import telemetry
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.structured.compiler import FormChecks
 from services.structured.form import AnswerForm
-from services.structured.grammar import UnusableSchema
+
+FormOf = Callable[[Call, ServedModel, Sequence[int]], Awaitable[AnswerForm | None]]
+"""What gives the form of a call's answers by this model after these tokens, checked, or None where they may be any
+text; raises InvalidRequest."""
 
 
 class Acceptance:
@@ -62,6 +62,7 @@ class Acceptance:
         catalog: ModelCatalog,
         longest_sequence: Callable[[str], int | None],
         check_room: Callable[[Call, ServedModel, Deadline], None],
+        form_of: FormOf,
         max_request_s: float,
         id_suffix: str,
         seed: int | None,
@@ -71,11 +72,11 @@ class Acceptance:
         self._catalog = catalog
         self._longest_sequence = longest_sequence
         self._check_room = check_room
+        self._form_of = form_of
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
         self._tracing = tracing
         self._clock = clock
-        self._forms = FormChecks()
         self._draw_seed = seed_source(seed)
         self._draw_id = id_source().__next__
         self._num_calls = 0
@@ -312,61 +313,13 @@ class Acceptance:
         """Returns prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
         prompts = await self._token_ids_of(call, model, limits)
-        form = answer_form(call, model.tokenizer, prompts[0], schema=await self._schema(call))
-        if form is not None:
-            await self._check_form(form, call, model)
+        form = await self._form_of(call, model, prompts[0])
         samplings = self._complete_samplings(
             call, model, prompts=prompts, first_seed=first_seed, limits=limits, form=form
         )
         return [
             StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
         ]
-
-    async def _schema(self, call: Call) -> str:
-        """Returns the schema that the answer must keep to, as it travels. Raises InvalidRequest."""
-        try:
-            return await self._forms.written(call.sampling.json_schema, tenant=call.tenant)
-        except InvalidRequest as error:
-            name = call.sampling.form_field
-            raise InvalidRequest(f"{name} cannot be used: {error.message}", field=name, code=error.code) from error
-
-    async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
-        """Raises InvalidRequest unless answers of this model can be made to have the form."""
-        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else call.sampling.form_field
-        check_with_form(
-            call.sampling,
-            form.num_bytes,
-            prefix=call.field_prefix,
-            field_name=asked_by,
-            may_be_text=form.may_be_text,
-        )
-        if not model.eos_token_ids:
-            raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
-        try:
-            await self._forms.check(form, tenant=call.tenant)
-        except UnusableSchema as error:
-            what, field_name, reason = await self._find_unusable(form, error, call)
-            raise InvalidRequest(
-                f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
-            ) from error
-
-    async def _find_unusable(
-        self, form: AnswerForm, error: UnusableSchema, call: Call
-    ) -> tuple[str, str, UnusableSchema]:
-        """Returns the schema of a form that cannot be used, the member that holds it, and the reason."""
-        field_name = call.sampling.form_field
-        what = f"the schema in {field_name}" if form.json_schema.startswith("{") else field_name
-        if form.tool_calls is None:
-            return what, field_name, error
-        schemas = [(what, field_name, form.json_schema)] if form.json_schema else []
-        for function in form.tool_calls.functions:
-            schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
-        for what, field_name, schema in schemas:
-            try:
-                await self._forms.check(AnswerForm(schema), tenant=call.tenant)
-            except UnusableSchema as reason:
-                return what, field_name, reason
-        return "the schemas of tools, taken together,", "tools", error
 
     async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
         """Returns the token ids of each prompt, checked."""

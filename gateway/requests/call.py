@@ -52,13 +52,13 @@ class Call(msgspec.Struct, kw_only=True):
     """One call of a client, as its API understood it; nothing is checked yet.
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `tools` are those that the model is told
-    of, as `gateway.models.tools` gives them; `must_call` are the names of those of which at least one must be called,
+    of, as `gateway.forms.tools` gives them; `must_call` are the names of those of which at least one must be called,
     empty: none must; `strict_tools` are the names of those whose arguments keep to their schemas in any case.
     `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
     maximum. `traceparent` and `tracestate` are the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
-    `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
-    served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
+    `gateway.limits.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are
+    best served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
     `share_cache`, and of these by those with the same `cache_salt`. `ticket` None: nobody limits this call.
     `allow_fallback`: whether another model may answer where this one cannot; None: not said, which is no unless the API
     key says otherwise. `allowed_models` are the names of those that the key allows; None: all.

@@ -20,7 +20,7 @@ from gateway.observability.history import History
 from gateway.observability.metrics import STATES, Metrics
 from gateway.observability.request_log import CallFacts, RequestLog, code_of, outcome_of
 from gateway.observability.tracing import Tracing
-from gateway.requests.acceptance import Acceptance
+from gateway.requests.acceptance import Acceptance, FormOf
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall
@@ -60,6 +60,7 @@ class Requests:
         placements: PlacementSink,
         metrics: Metrics,
         quarantine: QuarantineList,
+        form_of: FormOf,
         gateway_incarnation: str,
         hints: PrefixHints | None = None,
         seed: int | None = None,
@@ -91,6 +92,7 @@ class Requests:
             catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
             check_room=self._placing.check_room,
+            form_of=form_of,
             max_request_s=policies.max_request_s,
             id_suffix=gateway_incarnation[:8],
             seed=seed,

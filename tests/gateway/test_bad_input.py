@@ -16,10 +16,11 @@ import grpc
 import pytest
 
 from gateway.access.keys import digest_of_key, new_key
+from gateway.forms.answer_forms import AnswerForms
 from gateway.http import protocol as http_protocol
 from gateway.models.catalog import load_catalog
 from gateway.models.catalog_file import ModelEntry
-from gateway.models.tools import check_conversation
+from gateway.models.conversation import check_conversation
 from gateway.observability.metrics import Metrics
 from gateway.openai import requests as openai_requests
 from gateway.openai.chat import ChatRequest
@@ -286,6 +287,7 @@ def check_request(catalog):
         metrics=Metrics(),
         gateway_incarnation="0" * 32,
         quarantine=set(),
+        form_of=AnswerForms().form_of,
     )
 
     async def accept(api, body):

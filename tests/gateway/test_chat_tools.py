@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gateway.models.answer_pieces import Arguments, Content, Reasoning
+from gateway.models.conversation import encode_conversation
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser
-from gateway.models.tools import encode_conversation
 from gateway.named.journal import decode_call, encode_call
 from gateway.openai.chat import ChatRequest
 from gateway.openai.requests import parse

@@ -262,7 +262,7 @@ def test_a_hostile_expression_is_bounded_at_later_steps(begin: Begin, demo_token
 
 def test_the_library_is_not_loaded_before_it_is_needed() -> None:
     code = (
-        "import sys, gateway.assembly, decode_worker.worker, prefill_worker.worker, gateway.models.response_format\n"
+        "import sys, gateway.assembly, decode_worker.worker, prefill_worker.worker, gateway.forms.response_format\n"
         "assert 'llguidance' not in sys.modules\n"
         "from services.structured.grammar import AnswerForm, check_form; check_form(AnswerForm('{}'))\n"
         "assert 'llguidance' in sys.modules"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from gateway.forms.tools import called_functions, names_of
 from gateway.models.tokenizer import ModelTokenizer
-from gateway.models.tools import called_functions, names_of
 from gateway.requests.call import Call
 from services.structured.form import AnswerForm, Reasoning, ToolCalls
 

@@ -6,8 +6,8 @@ import grpc
 import msgspec
 import pytest
 
+from gateway.forms.response_format import json_schema_in, json_schema_of
 from gateway.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
-from gateway.models.response_format import json_schema_in, json_schema_of
 from gateway.named.journal import decode_call, encode_call
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.models.answer_parts import AnswerParts, CallMarks, ReasoningTokens
+from gateway.forms.answer_parts import AnswerParts, CallMarks, ReasoningTokens
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import MARK

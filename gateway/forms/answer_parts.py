@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.forms.tools import names_of
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import MARK, AnswerParser
-from gateway.models.tools import names_of
 from services.structured.form import ToolFormat
 
 

@@ -1,12 +1,12 @@
-"""Tools and earlier calls, as chat templates and forms of answers take them."""
+"""Tools and the choice among them, as models are told of them and forms of answers take them."""
 
 import json
 
 import pytest
 
-from gateway.models.tools import check_conversation, closed_objects, forced_names, is_named, names_of, offered_tools
+from gateway.forms.tools import closed_objects, forced_names, is_named, names_of, offered_tools
 from services.runtime.errors import InvalidRequest
-from tests.gateway.test_chat_tools import ASKED, CLOCK, TOLD_TOOLS, TOOLS
+from tests.gateway.test_chat_tools import CLOCK, TOLD_TOOLS, TOOLS
 
 NAMED = {"type": "function", "function": {"name": "clock"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
@@ -36,25 +36,6 @@ def test_other_choices_are_refused(choice):
     with pytest.raises(InvalidRequest) as refused:
         offered_tools(TOOLS, choice)
     assert refused.value.field.startswith("tool_choice")
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ('{"city": "Kö', {"city": "Kö"}),
-        ('{"city": "K\\', {}),
-        ('{"city"', {}),
-        ("{", {}),
-        ('{"city": "Köln", "days": [1, {"a": tr', {"city": "Köln", "days": [1, {}]}),
-        ('{"city": "Köln", "da', {"city": "Köln"}),
-        ('{"a": -', {}),
-    ],
-)
-def test_our_own_half_written_arguments_are_taken_back(written, meant):
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": written}}
-    conversation = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    checked = check_conversation(conversation, max_chars=1000)
-    assert checked[1]["tool_calls"][0]["function"]["arguments"] == meant
 
 
 OPEN = {"properties": {"a": {}}}

@@ -1,0 +1,1 @@
+"""What clients ask of the shape of answers: tools, schemas, and the form that follows from them."""
