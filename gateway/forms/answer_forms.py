@@ -3,9 +3,77 @@
 from collections.abc import Sequence
 
 from gateway.forms.tools import called_functions, names_of
+from gateway.limits import check_with_form
+from gateway.models.catalog import ServedModel
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.requests.call import Call
+from services.runtime.errors import InvalidRequest
+from services.structured.compiler import FormChecks
 from services.structured.form import AnswerForm, Reasoning, ToolCalls
+from services.structured.grammar import UnusableSchema
+
+
+class AnswerForms:
+    """The forms of calls, each compiled once to see that answers can be made to have it."""
+
+    def __init__(self) -> None:
+        self._checks = FormChecks()
+
+    async def form_of(self, call: Call, model: ServedModel, prompt_token_ids: Sequence[int]) -> AnswerForm | None:
+        """Returns the form that the call's answers must have, checked for this model; None: they may be any text.
+
+        Raises InvalidRequest for a form that answers cannot be made to have, Overloaded where too many are checked.
+        """
+        form = answer_form(call, model.tokenizer, prompt_token_ids, schema=await self._schema(call))
+        if form is not None:
+            await self._check_form(form, call, model)
+        return form
+
+    async def _schema(self, call: Call) -> str:
+        """Returns the schema that the answer must keep to, as it travels. Raises InvalidRequest."""
+        try:
+            return await self._checks.written(call.sampling.json_schema, tenant=call.tenant)
+        except InvalidRequest as error:
+            name = call.sampling.form_field
+            raise InvalidRequest(f"{name} cannot be used: {error.message}", field=name, code=error.code) from error
+
+    async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
+        """Raises InvalidRequest unless answers of this model can be made to have the form."""
+        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else call.sampling.form_field
+        check_with_form(
+            call.sampling,
+            form.num_bytes,
+            prefix=call.field_prefix,
+            field_name=asked_by,
+            may_be_text=form.may_be_text,
+        )
+        if not model.eos_token_ids:
+            raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
+        try:
+            await self._checks.check(form, tenant=call.tenant)
+        except UnusableSchema as error:
+            what, field_name, reason = await self._find_unusable(form, error, call)
+            raise InvalidRequest(
+                f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
+            ) from error
+
+    async def _find_unusable(
+        self, form: AnswerForm, error: UnusableSchema, call: Call
+    ) -> tuple[str, str, UnusableSchema]:
+        """Returns the schema of a form that cannot be used, the member that holds it, and the reason."""
+        field_name = call.sampling.form_field
+        what = f"the schema in {field_name}" if form.json_schema.startswith("{") else field_name
+        if form.tool_calls is None:
+            return what, field_name, error
+        schemas = [(what, field_name, form.json_schema)] if form.json_schema else []
+        for function in form.tool_calls.functions:
+            schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
+        for what, field_name, schema in schemas:
+            try:
+                await self._checks.check(AnswerForm(schema), tenant=call.tenant)
+            except UnusableSchema as reason:
+                return what, field_name, reason
+        return "the schemas of tools, taken together,", "tools", error
 
 
 def answer_form(

@@ -19,9 +19,9 @@ from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles
 from services.cluster.memory import MemoryUse
 from services.cluster.redis_store import Store
+from services.runtime.breaker import CircuitState
 from services.runtime.metrics import CertificateEnd, Counts, Distributions, FastRegistry, SpanCounts
 from services.runtime.transports import TRANSPORTS
-from services.scheduling.breakers import CircuitState
 from services.scheduling.health import CAUSES, GpuState
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -55,12 +55,12 @@ class RunningAnswer:
         self, generation: AnswerSpec, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
     ) -> None:
         self.generation = generation
-        self.mailbox = Mailbox()
         self.log = TokenLog(
             generation.sampling.max_tokens,
             generation.emitted_token_ids,
             num_prompt_logprobs=_num_prompt_logprobs(generation),
         )
+        self.mailbox = Mailbox(self.log)
         self._num_prompt_tokens = len(generation.prompt_token_ids)
         self.max_num_tokens = self._num_prompt_tokens + generation.sampling.max_tokens
         """The most tokens of prompt and answer together."""

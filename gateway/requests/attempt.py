@@ -114,7 +114,7 @@ class Attempt:
         if self._giver is None:
             self._mailbox.clear()
         self._is_local = is_local_prefill
-        self.decode.open(self.order.key, self._mailbox, num_left=self._log.num_left)
+        self.decode.open(self.order.key, self._mailbox)
         self._at.add(self.decode)
         self._follow(Sign.ASK)
         self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)

@@ -19,9 +19,10 @@ from gateway.requests.call import AnswerSpec
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPairReport, WorkerWatch
+from services.runtime.breaker import CircuitState
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
-from services.scheduling.breakers import Breakers, CircuitState
+from services.scheduling.breakers import Breakers
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass

@@ -5,15 +5,17 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
+from gateway.requests.tokens import TokenLog
 from gateway.topology.events import Event
 from gateway.topology.session import WorkerSession
 from services.runtime.errors import TandemError
 
 
 class Mailbox:
-    """Events of one answer on their way from the sessions to the task that runs it."""
+    """Events of one answer on their way from the sessions to the task that runs it; `log` has its tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: TokenLog) -> None:
+        self.num_left = log.num_left
         self.events: deque[tuple[WorkerSession, Event]] = deque()
         """The events that wait, to be taken from the left."""
         self._error: TandemError | None = None
@@ -21,7 +23,7 @@ class Mailbox:
         self._take_now: Callable[[], bool] | None = None
 
     def deliver(self, session: WorkerSession, event: Event) -> None:
-        """Takes an event; a session's routes call this."""
+        """Takes an event; a session calls this."""
         self.events.append((session, event))
         # A waiter that was cancelled is done.
         take_now = None if self._waiter is None or self._waiter.done() else self._take_now

@@ -110,7 +110,7 @@ class Monitor:
         limit_s = LEAST_LIMIT_S + LIMIT_FACTOR * (prompt_s + handoff_s + NUM_TOKENS * token_s)
         watch = AttemptWatch(self._watch, decode.peer.worker_id, token_s=token_s, handoff_s=handoff_s)
         log = TokenLog(NUM_TOKENS)
-        attempt = Attempt(self._order(limit_s), decode=decode, mailbox=Mailbox(), log=log, watch=watch)
+        attempt = Attempt(self._order(limit_s), decode=decode, mailbox=Mailbox(log), log=log, watch=watch)
         watch.sent(worker_id, prompt_s + NUM_TOKENS * token_s)
         try:
             async with asyncio.timeout(limit_s):

@@ -61,6 +61,10 @@ class EventSink(Protocol):
         """Takes one event; must not block or raise."""
         ...
 
+    def num_left(self) -> int:
+        """Returns the number of tokens that the attempt's answer may still have."""
+        ...
+
 
 class Peer(msgspec.Struct, frozen=True):
     """The process that a session is for."""
@@ -104,7 +108,6 @@ class WorkerSession(ABC):
         )
         self._on_change = on_change
         self._sinks: dict[tuple[str, int], EventSink] = {}
-        self._num_left: dict[AttemptKey, Callable[[], int]] = {}
         self._handles: dict[AttemptKey, int] = {}
         """The handles of open attempts whose tokens may come together with those of others."""
         self._sinks_by_handle: dict[int, EventSink] = {}
@@ -154,26 +157,20 @@ class WorkerSession(ABC):
 
         Infinity: unknown, since some are other gateways', or so many run that new ones replace those that end.
         """
-        if not 0 < self.load.running <= min(FEW_RUNNING, len(self._num_left)) or len(self._num_left) > FEW_RUNNING:
+        if not 0 < self.load.running <= len(self._sinks) <= FEW_RUNNING:
             return math.inf
-        return max(num_left() for num_left in self._num_left.values())
+        return max(sink.num_left() for sink in self._sinks.values())
 
-    def open(self, key: AttemptKey, sink: EventSink, *, num_left: Callable[[], int] | None = None) -> None:
-        """Sends the attempt's events to `sink` from now on. Raises WorkerUnavailable if the stream is broken.
-
-        `num_left` says how many tokens an answer may have yet that is generated there.
-        """
+    def open(self, key: AttemptKey, sink: EventSink) -> None:
+        """Sends the attempt's events to `sink` from now on. Raises WorkerUnavailable if the stream is broken."""
         if not self.is_up:
             raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
         self._sinks[key] = sink
-        if num_left is not None:
-            self._num_left[key] = num_left
 
     def close(self, key: AttemptKey) -> None:
         """Drops whatever still comes for the attempt."""
         handle = self._handles.pop(key, 0)
         self._sinks.pop(key, None)
-        self._num_left.pop(key, None)
         self._sinks_by_handle.pop(handle, None)
         self._held.pop(handle, None)
 
@@ -364,7 +361,6 @@ class WorkerSession(ABC):
         self._release_all()
         was_up, self.is_up = self.is_up, False
         sinks, self._sinks = self._sinks, {}
-        self._num_left.clear()
         self._handles.clear()
         self._sinks_by_handle.clear()
         self._outgoing.clear()

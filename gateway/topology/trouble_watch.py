@@ -16,11 +16,11 @@ from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime import rpc
+from services.runtime.breaker import CircuitState
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
 from services.runtime.worker_state import WorkerState
-from services.scheduling.breakers import CircuitState
 
 LOOK_S = 1.0
 UNREACHABLE_AFTER_S = LEASE_TTL_S + 1.0

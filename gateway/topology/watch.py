@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.topology.pacing import Pace
+from services.runtime.breaker import CircuitState
 from services.runtime.clock import Clock
-from services.scheduling.breakers import CircuitState
 from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01

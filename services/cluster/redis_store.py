@@ -21,6 +21,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
 from services.cluster.redis_url import check_url, sentinels_of
+from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -31,38 +32,6 @@ PATIENT_TIMEOUT_S = 1.0
 """Time-out of subscriptions, and of calls without whose answer nothing can continue."""
 THREAD_TIMEOUT_S = 0.5
 """Time-out of calls from a thread of its own, which keeps no request waiting."""
-
-
-class Breaker:
-    """Lets calls through until one fails; then none for `open_s`, then one probe at a time until one succeeds."""
-
-    def __init__(self, *, open_s: float, clock: Clock) -> None:
-        self._open_s = open_s
-        self._clock = clock
-        self._opens_again_at_s: float | None = None
-        self._is_probing = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the last call that ended has failed."""
-        return self._opens_again_at_s is not None
-
-    def try_begin(self) -> bool:
-        """Whether a call may be made now; if so, the caller must report how it `ended`."""
-        if self._opens_again_at_s is None:
-            return True
-        if self._is_probing or self._clock.monotonic() < self._opens_again_at_s:
-            return False
-        self._is_probing = True
-        return True
-
-    def ended(self, succeeded: bool | None) -> None:
-        """Takes a call's outcome; None: it was cancelled and tells nothing."""
-        self._is_probing = False
-        if succeeded is True:
-            self._opens_again_at_s = None
-        elif succeeded is False:
-            self._opens_again_at_s = self._clock.monotonic() + self._open_s
 
 
 @dataclass(slots=True)
@@ -108,7 +77,7 @@ class Store:
         self.round_trip = RoundTrip()
         self._timeout_s = timeout_s
         self._clock = clock
-        self._breaker = Breaker(open_s=breaker_open_s, clock=clock)
+        self._breaker = Breaker(max_errors=1, first_open_s=breaker_open_s, max_open_s=breaker_open_s)
         self._left_calls: set[asyncio.Task[Any]] = set()
         check_url(url)
         self._client = redis.asyncio.Redis.from_pool(Connections.to(url, self.round_trip, wait_s=timeout_s))
@@ -123,18 +92,27 @@ class Store:
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         """Runs a script and returns its answer, with bytes for texts. Raises StoreUnavailable."""
-        if not self._breaker.try_begin():
+        began_s = self._clock.monotonic()
+        if not self._breaker.lets_through(began_s):
             self.stats.num_skipped_calls += 1
             raise StoreUnavailable("Redis did not answer a moment ago")
         self.stats.num_calls += 1
-        succeeded: bool | None = None
+        is_probe = self._breaker.begin(began_s)
         call = self._begin(self._client, script, keys, args)
         try:
             await self._wait(call, self._timeout_s)
-            succeeded = _has_succeeded(call)
+        except BaseException:
+            if is_probe:
+                self._breaker.abandoned()
+            raise
+        else:
+            now_s = self._clock.monotonic()
+            if _has_succeeded(call):
+                self._breaker.succeeded(now_s)
+            else:
+                self._breaker.failed(now_s, is_probe=is_probe)
             return self._outcome(call)
         finally:
-            self._breaker.ended(succeeded)
             self._leave(call)
 
     async def run_patiently(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:

@@ -11,7 +11,7 @@ seconds of the fault where the worker has work and answers are expected within 0
            Where that is true of more than half of the group the fault is here or everywhere, and no worker is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
 
-What follows is a breaker's business (`services.scheduling.breakers`): no new work but one probe at a time, the first
+What follows is a breaker's business (`services.runtime.breaker`): no new work but one probe at a time, the first
 after one second, then after two, then every `MAX_OPEN_S`. Probes that are answered in time during a probation close it.
 So a worker is back, counted from its recovery, within the limit of a silent probe, MAX_OPEN_S, the probation and one
 answer: within ten seconds where answers are expected within a second. A worker that was ejected shortly before has a
@@ -31,8 +31,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from services.runtime.breaker import WINDOW_S, CircuitState
 from services.runtime.gpu_health import GpuFacts
-from services.scheduling.breakers import WINDOW_S, Breakers, CircuitState
+from services.scheduling.breakers import Breakers
 
 SLOW_WINDOW_S = 1.5
 """How far back ratios count in the judgement of slowness."""

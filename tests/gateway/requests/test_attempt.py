@@ -43,7 +43,7 @@ class Session:
         self.sent, self.cancelled, self.is_open = [], 0, False
         self.load = WorkerLoad()
 
-    def open(self, key, route, *, num_left=None):
+    def open(self, key, sink):
         self.is_open = True
 
     def close(self, key):
@@ -74,7 +74,8 @@ class Scene:
 
     def __init__(self, max_tokens=100, *, giver=None):
         self.decode, self.prefill = Session(), Session()
-        self.mailbox, self.log = Mailbox(), TokenLog(max_tokens)
+        self.log = TokenLog(max_tokens)
+        self.mailbox = Mailbox(self.log)
         order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), None)
         watch = AttemptWatch(WorkerWatch(SYSTEM_CLOCK), "decode-0", token_s=0.01)
         self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, watch=watch, giver=giver)

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.requests.delivery import Delivery, FastPath
 from gateway.requests.mailbox import Mailbox
+from gateway.requests.tokens import TokenLog
 from gateway.types import Delta
 from services.runtime.errors import DeadlineExceeded, WorkerUnavailable
 
@@ -15,7 +16,7 @@ class Scene:
     """One answer whose worker sends texts; "." ends it, an error ends its attempt."""
 
     def __init__(self):
-        self.mailbox, self.fast_path, self.observed = Mailbox(), FastPath(), []
+        self.mailbox, self.fast_path, self.observed = Mailbox(TokenLog(10)), FastPath(), []
         self.attempt = SimpleNamespace(is_over=False, is_moving=False, take_arrived=self.take_arrived)
         request = SimpleNamespace(mailbox=self.mailbox, take=self.take)
         self.delivery = Delivery(

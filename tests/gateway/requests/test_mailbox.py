@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.requests.mailbox import Mailbox
+from gateway.requests.tokens import TokenLog
 from gateway.topology.events import DecodeStarted
 from services.runtime.errors import DeadlineExceeded
 
@@ -17,7 +18,7 @@ async def started(waiting):
 
 
 async def test_a_wait_ends_with_the_first_event_and_keeps_it():
-    mailbox = Mailbox()
+    mailbox = Mailbox(TokenLog(10))
     task = await started(mailbox.wait())
     mailbox.deliver(None, DecodeStarted())
     await task
@@ -26,7 +27,7 @@ async def test_a_wait_ends_with_the_first_event_and_keeps_it():
 
 
 async def test_events_are_taken_where_they_come_until_the_taker_declines():
-    mailbox, taken = Mailbox(), []
+    mailbox, taken = Mailbox(TokenLog(10)), []
 
     def take():
         taken.append(len(mailbox.events))
@@ -43,7 +44,7 @@ async def test_events_are_taken_where_they_come_until_the_taker_declines():
 
 
 async def test_a_failure_ends_this_wait_and_every_later_one():
-    mailbox = Mailbox()
+    mailbox = Mailbox(TokenLog(10))
     task = await started(mailbox.wait())
     mailbox.fail(DeadlineExceeded("late"))
     for waiting in (task, mailbox.wait(), mailbox.rest(60)):
@@ -52,7 +53,7 @@ async def test_a_failure_ends_this_wait_and_every_later_one():
 
 
 async def test_a_rest_ignores_events_and_ends_at_a_nudge_that_fulfils_it():
-    mailbox, is_done = Mailbox(), False
+    mailbox, is_done = Mailbox(TokenLog(10)), False
     task = await started(mailbox.rest(60, until=lambda: is_done))
     mailbox.nudge()
     await asyncio.sleep(0)
@@ -63,7 +64,7 @@ async def test_a_rest_ignores_events_and_ends_at_a_nudge_that_fulfils_it():
 
 
 async def test_nobody_is_woken_for_a_wait_that_was_cancelled():
-    mailbox = Mailbox()
+    mailbox = Mailbox(TokenLog(10))
     task = await started(mailbox.wait(lambda: pytest.fail("nobody waits")))
     task.cancel()
     mailbox.deliver(None, DecodeStarted())

@@ -13,10 +13,9 @@ import redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
-from services.cluster.redis_store import PATIENT_TIMEOUT_S, Breaker, Script, Store
+from services.cluster.redis_store import PATIENT_TIMEOUT_S, Script, Store
 from services.cluster.redis_url import check_url
 from services.cluster.registry import watch_workers
-from services.runtime.clock import ManualClock
 from services.runtime.errors import ConfigError, StoreUnavailable
 from tests.limited_redis import LimitedRedis
 
@@ -29,39 +28,6 @@ async def fails(store: Store) -> float:
     with pytest.raises(StoreUnavailable):
         await store.run(ECHO, (), ("x",))
     return time.monotonic() - began_s
-
-
-def test_the_breaker_lets_one_probe_through_at_a_time() -> None:
-    clock = ManualClock()
-    breaker = Breaker(open_s=1.0, clock=clock)
-    assert [breaker.try_begin(), breaker.try_begin()] == [True, True]
-    breaker.ended(True)
-    breaker.ended(False)
-    assert breaker.is_open
-    assert not breaker.try_begin()
-    clock.advance(1.0)
-    assert [breaker.try_begin(), breaker.try_begin()] == [True, False]
-    breaker.ended(False)
-    clock.advance(0.9)
-    assert not breaker.try_begin()
-    clock.advance(0.1)
-    assert breaker.try_begin()
-    breaker.ended(None)
-    assert breaker.try_begin()
-    breaker.ended(True)
-    assert not breaker.is_open
-    assert [breaker.try_begin(), breaker.try_begin()] == [True, True]
-
-
-async def test_a_late_failure_of_an_old_call_does_not_end_a_probe() -> None:
-    clock = ManualClock()
-    breaker = Breaker(open_s=1.0, clock=clock)
-    assert all((breaker.try_begin(), breaker.try_begin()))
-    breaker.ended(False)
-    clock.advance(0.05)
-    breaker.ended(False)
-    clock.advance(0.95)
-    assert not breaker.try_begin()
 
 
 async def test_scripts_answer_and_survive_a_restart_and_a_flush(store: Store, redis_server: LimitedRedis) -> None:

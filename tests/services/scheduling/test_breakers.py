@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduling.breakers import MAX_OPEN_S, Breakers
+from services.runtime.breaker import MAX_OPEN_S
+from services.scheduling.breakers import Breakers
 
 GROUP = ["a", "b", "c", "d"]
 
