@@ -6,6 +6,8 @@ import functools
 import msgspec
 import pytest
 
+from gateway.requests.mailbox import Mailbox
+from gateway.requests.tokens import TokenLog
 from gateway.topology.books import Bookings, Books
 from gateway.topology.members import Topology
 from gateway.topology.reports import WorkerLoad
@@ -87,8 +89,8 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
     bookings.leave()
     assert seen("pages_available", "num_requests", "waiting_tokens") == (15, 3, 7)
     for number in range(5):
-        member.session.open(("r", number), None)
-    assert seen("num_requests") == (5,)
+        member.session.open(("r", number), Mailbox(TokenLog(10 + number)))
+    assert seen("num_requests", "steps_left") == (5, 14)
     member.record = msgspec.structs.replace(member.record, region="east")
     assert seen("region") == ("east",)
     fast = DecodeSpeed(1e-6, 1e-6, 1e-9)
