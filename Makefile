@@ -9,6 +9,8 @@ NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 2
 BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
+# What needs vLLM, or is about it.
+VLLM_TESTS ?= tests/worker/vllm
 # What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
 BENCH_DIR ?= build/benchmarks
 HISTORY ?=
@@ -17,7 +19,7 @@ SBOM ?= build/sbom.cdx.json
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu check-model check \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu test-vllm check-model check \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -30,6 +32,9 @@ install: ## make .venv with what serving needs; does nothing the second time
 
 install-dev: install ## add what tests and checks need; does nothing the second time
 	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh dev)
+
+install-vllm: ## make .venv-vllm, in which workers have vLLM: for CPUs, or for CUDA beside a GPU
+	@tools/install.sh vllm
 
 run: install ## serve the demo model on this machine: gateway, 1 prefill and 1 decode worker (ARGS: flags of tandem up)
 	@exec $(PYTHON_IN) -m cli.main up $(ARGS)
@@ -67,7 +72,11 @@ check-model: install-dev ## the handoff as a model, with its fences and without 
 test-gpu: install-dev ## the tests that need a CUDA device
 	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)
 
-check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests
+test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags of pytest)
+	@.venv-vllm/bin/python -c "import vllm"
+	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
+
+check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests, tests with vLLM
 	@.ci/run
 
 format: install-dev ## rewrite the sources in the project's format
@@ -124,7 +133,7 @@ demo-model: install-dev ## train the committed demo model and its draft again; t
 
 clean: ## remove caches and build outputs
 	rm -rf {.,client}/{build,dist,*.egg-info} .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -path ./.venv -prune -o -path ./.tools -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path './.venv*' -prune -o -path ./.tools -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 clean-all: clean ## remove the environments too
-	rm -rf .venv .tools
+	rm -rf .venv .venv-vllm .tools

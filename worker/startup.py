@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -20,10 +20,9 @@ from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
-from services.engine.engine import EngineParts
-from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import config, rpc
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_model_facts
 from services.structured.grammar import Grammars, grammar_library
 from worker.config import WorkerConfig
@@ -31,42 +30,45 @@ from worker.engine import EngineFacts
 from worker.engine_worker import Around, EngineWorker
 from worker.gpu import GpuWatch, watch_gpu
 from worker.host import channel_tls, load_or_stop, run_service, serve_until_drained
+from worker.loading import Loaded, LoadedModel
 from worker.metrics import WorkerMetrics
 from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=WorkerConfig)
+R = TypeVar("R")
+E = TypeVar("E")
 
 
 @dataclass(frozen=True)
-class Common(Generic[C]):
-    """What both workers are made of, once the model is loaded."""
+class Common(Generic[C, R, E]):
+    """What both workers are made of, once the model is loaded. `R` and `E` are the role's reports and engine."""
 
     settings: C
     incarnation: str
-    parts: EngineParts
+    model: LoadedModel
+    make_engine: Callable[[Callable[[R], None]], E]
     numerics: str
     """Which arithmetic its tokens come from."""
     metrics: WorkerMetrics
     lease: WorkerLease | None
     publisher: PrefixPublisher | None
     gpu: GpuWatch | None
-    stop: asyncio.Event
     counters: Counters = field(default_factory=Counters)
 
     @functools.cached_property
     def identity(self) -> LinkIdentity:
         """What this worker says of itself to the other end of a Link."""
-        parts = self.parts
+        model = self.model
         return LinkIdentity(
             self.settings.id,
             self.incarnation,
-            parts.fingerprint,
-            parts.model.exact,
+            model.fingerprint,
+            model.is_exact,
             arithmetic=self.numerics,
-            tensor_parallel=parts.parallelism.tensor,
-            pipeline_parallel=parts.parallelism.pipeline,
+            tensor_parallel=model.parallelism.tensor,
+            pipeline_parallel=model.parallelism.pipeline,
         )
 
     def send_links(self) -> SendLinks:
@@ -74,8 +76,8 @@ class Common(Generic[C]):
         lease = self.lease
         return SendLinks(
             identity=self.identity,
-            pool=self.parts.pool,
-            generations=self.parts.allocator,
+            pool=self.model.pool,
+            generations=self.model.allocator,
             transports=(self.settings.transport,),
             counters=self.counters,
             tls=channel_tls(self.settings),
@@ -84,7 +86,7 @@ class Common(Generic[C]):
 
     def around(self) -> Around:
         """What surrounds the engine of its worker."""
-        vocab_size = self.parts.model_config.vocab_size
+        vocab_size = self.model.limits.vocab_size
         return Around(
             incarnation=self.incarnation,
             links=self.send_links(),
@@ -99,14 +101,14 @@ class Common(Generic[C]):
     @property
     def facts(self) -> EngineFacts:
         """What its worker knows of the engine."""
-        parts = self.parts
-        return EngineFacts(parts.limits, parts.fingerprint, loss=lambda: parts.loss)
+        model = self.model
+        return EngineFacts(model.limits, model.fingerprint, loss=lambda: model.loss)
 
     def watch(self) -> None:
         """Has metrics read what belongs to no role."""
         self.metrics.watch_faults(self.counters.snapshot)
-        if self.parts.tier is not None:
-            self.metrics.watch_host_tier(self.parts.tier.stats)
+        if self.model.tier is not None:
+            self.metrics.watch_host_tier(self.model.tier.stats)
         if self.gpu is not None:
             self.metrics.watch_gpu(self.gpu.use)
 
@@ -121,22 +123,26 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Role(Generic[C]):
-    """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made."""
+class Role(Generic[C, R, E]):
+    """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made.
+
+    `load` loads the settings' model, away from the event loop. Raises ModelError or ConfigError.
+    """
 
     name: Literal["prefill", "decode"]
     settings: type[C]
     services: Sequence[str]
-    make: Callable[[Common[C]], Awaitable[Made]]
+    load: Callable[[C], Loaded[R, E]]
+    make: Callable[[Common[C, R, E]], Made]
 
 
-def run(role: Role[C]) -> None:
+def run(role: Role[C, R, E]) -> None:
     """Runs a worker with the settings of the command line."""
     settings = config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker")
     run_service(settings, f"{role.name}-worker", functools.partial(_serve, role))
 
 
-async def _serve(role: Role[C], settings: C, stop: asyncio.Event) -> None:
+async def _serve(role: Role[C, R, E], settings: C, stop: asyncio.Event) -> None:
     incarnation = new_incarnation()
     with contextlib.ExitStack() as stack:
         lease = _lease(role, settings, incarnation, stop)
@@ -145,16 +151,19 @@ async def _serve(role: Role[C], settings: C, stop: asyncio.Event) -> None:
         publisher = _publisher(settings, lease)
         if publisher is not None:
             stack.callback(publisher.release)
-        parts = await load_or_stop(lambda: load_rehearsed_engine(**settings.engine_settings()), lease, stop)
-        stack.enter_context(contextlib.closing(parts))
-        gpu = watch_gpu(parts.gpu_uuid)
+        loaded = await load_or_stop(lambda: role.load(settings), lease, stop)
+        model = loaded.model
+        stack.enter_context(contextlib.closing(model))
+        gpu = watch_gpu(model.gpu_uuid)
         if gpu is not None:
             stack.callback(gpu.release)
         facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
-        identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
+        identity = model.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
         metrics = WorkerMetrics(worker_id=settings.id)
-        common = Common(settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu, stop)
-        made = await role.make(common)
+        common = Common(
+            settings, incarnation, model, loaded.make_engine, identity.numerics, metrics, lease, publisher, gpu
+        )
+        made = role.make(common)
         common.watch()
         metrics.serve(settings, made.worker.load)
         server = rpc.make_server(role.services, with_reflection=False, incarnation=incarnation)
@@ -162,16 +171,31 @@ async def _serve(role: Role[C], settings: C, stop: asyncio.Event) -> None:
             add(server.server)
         address = settings.address(await server.start(settings.host, settings.port))
         if lease is not None:
-            said = {**parts.record_fields(identity), **made.worker.load().record_fields(), **made.record_fields}
+            said = {**_record_fields(model, identity), **made.worker.load().record_fields(), **made.record_fields}
             lease.update(address=address, facts=facts, **said)
         # What was loaded for good is not looked at again by every full collection, which would hold up a step.
         gc.collect()
         gc.freeze()
-        logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
+        logger.info("ready", extra={"address": address, "pages": model.limits.num_pages})
         await serve_until_drained(made.worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 
 
-def _lease(role: Role[C], settings: C, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
+def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, Any]:
+    """Returns what others must know of a loaded model, as fields of a WorkerRecord."""
+    layout = model.pool.layout
+    return {
+        "exact": model.is_exact,
+        "identity": identity.text,
+        "arithmetic": identity.numerics,
+        "layout_fingerprint": model.fingerprint,
+        "tensor_parallel": model.parallelism.tensor,
+        "pipeline_parallel": model.parallelism.pipeline,
+        "max_sequence_tokens": model.limits.max_sequence_tokens,
+        "kv_bytes_per_token": layout.page_bytes // layout.page_size,
+    }
+
+
+def _lease(role: Role[C, R, E], settings: C, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
     if settings.redis is None:
         return None
     leave = on_this_loop(lambda _: stop.set())

@@ -96,6 +96,11 @@ class EngineParts:
             self.model.close()
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a token is bitwise the same whatever shares its step, and computed alone or with others before it."""
+        return self.model.exact
+
+    @property
     def limits(self) -> SequenceLimits:
         """What a sequence may be at most."""
         config, layout = self.model_config, self.pool.layout
@@ -112,20 +117,6 @@ class EngineParts:
             vocabulary=vocabulary,
             grammars=grammars,
         )
-
-    def record_fields(self, identity: AnswerIdentity) -> dict[str, Any]:
-        """Returns what others must know of this engine, as fields of a WorkerRecord."""
-        layout = self.pool.layout
-        return {
-            "exact": self.model.exact,
-            "identity": identity.text,
-            "arithmetic": identity.numerics,
-            "layout_fingerprint": self.fingerprint,
-            "tensor_parallel": self.parallelism.tensor,
-            "pipeline_parallel": self.parallelism.pipeline,
-            "max_sequence_tokens": self.limits.max_sequence_tokens,
-            "kv_bytes_per_token": layout.page_bytes // layout.page_size,
-        }
 
 
 def load_engine(

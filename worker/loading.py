@@ -1,0 +1,87 @@
+"""What a worker is made from: a loaded model, whatever computes it, and a way to the engine that belongs to it.
+
+A worker package says how each engine is loaded, by name (`worker.startup.Role`); nothing else names an engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from kv_transfer.page_bytes import PageGenerations
+from services.engine.cache.host_tier import HostTier
+from services.engine.cache.pages import PagePool
+from services.engine.steps.limits import SequenceLimits
+from services.engine.weights.shard import Parallelism
+from services.runtime.errors import TandemError
+from services.runtime.identity import AnswerIdentity
+
+R = TypeVar("R")
+E = TypeVar("E")
+
+
+class LoadedModel(Protocol):
+    """A model in memory, with the pages that handoffs read and write."""
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages, under the numbers that the engine's reports have."""
+        ...
+
+    @property
+    def allocator(self) -> PageGenerations:
+        """Says whether a page is still in the use in which it was sent."""
+        ...
+
+    @property
+    def tier(self) -> HostTier | None:
+        """Host memory below the pool, where it has any."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Two workers exchange pages only if theirs agree; part of the names of pages."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token is bitwise the same whatever shares its step, and computed alone or with others before it."""
+        ...
+
+    @property
+    def limits(self) -> SequenceLimits:
+        """What a sequence may be at most."""
+        ...
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The processes that share the model."""
+        ...
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The name by which NVML knows the model's GPU; None: it is on none."""
+        ...
+
+    @property
+    def loss(self) -> TandemError | None:
+        """What has made the engine useless while nobody used it, from any thread."""
+        ...
+
+    def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
+        """Returns all that decides its tokens beside the request."""
+        ...
+
+    def close(self) -> None:
+        """Ends the other processes that compute it. May be called again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[R, E]):
+    """A loaded model, and what makes the engine of a role from it: once, and for whatever takes its reports.
+
+    `R` are the reports and `E` is the engine. Making it raises ConfigError where memory that it needs cannot be had.
+    """
+
+    model: LoadedModel
+    make_engine: Callable[[Callable[[R], None]], E]

@@ -1,0 +1,1 @@
+"""vLLM as a worker's engine: the only package that imports vLLM."""
