@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from services.engine.cache.pages import PagePool
+if TYPE_CHECKING:
+    from kv_transfer.page_bytes import PageMemory
 
 WORD_BYTES = 8
 _MASK = 2**64 - 1
@@ -32,12 +34,13 @@ class DevicePages:
     read them, on the device's default stream.
     """
 
-    def __init__(self, pool: PagePool) -> None:
-        """Raises ValueError for pages that are no whole number of words; `can_hold` tells."""
+    def __init__(self, pool: PageMemory) -> None:
+        """Raises ValueError for pages of several pieces or of no whole number of words; `can_hold` tells."""
         if not can_hold(pool.layout.page_bytes):
             raise ValueError(f"a page of {pool.layout.page_bytes} bytes is no whole number of 64-bit words")
-        self._words = pool.bytes.view(torch.int64)
-        self._device = pool.data.device
+        (pages,) = pool.pieces
+        self._words: torch.Tensor = pages.view(torch.int64)
+        self._device = pages.device
         self._is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
 
@@ -92,13 +95,13 @@ class DevicePages:
             return _digest_of(word_sums(words), words.numel())
 
 
-def warm_up(pool: PagePool) -> None:
+def warm_up(pool: PageMemory) -> None:
     """Have the kernels for these pages ready, if they are on a GPU.
 
     Compiling takes seconds, and loading a kernel may wait for all that runs: that must not be a receive of NCCL's.
     """
-    device, page_bytes = pool.data.device, pool.layout.page_bytes
-    if device.type != "cuda" or not can_hold(page_bytes):
+    device, page_bytes = pool.pieces.device, pool.layout.page_bytes
+    if device.type != "cuda" or len(pool.pieces) > 1 or not can_hold(page_bytes):
         return
     from kv_transfer import page_kernels
 

@@ -2,9 +2,11 @@
 
 The only code of the handoff that touches page memory. Page size may differ on the two sides; all else is equal.
 Copies run without the interpreter's lock, on whatever thread calls; nothing here decides whether a copy is allowed.
-Pages on a GPU take the way over host memory, but for those that arrive in it (`device_pages`).
+Pages on a GPU take the way over host memory, but for those that arrive in it (`device_pages`). A page may lie in
+several pieces (`PageMemory`); it travels as one, its pieces in order.
 
-Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, B bytes of one head's K or V of one token.
+Shape legend: N pages, P pieces of a page, H KV heads, L layers, S slots (tokens) of a page, B bytes of one head's K or
+V of one token.
 """
 
 from __future__ import annotations
@@ -19,10 +21,28 @@ import torch
 from kv_transfer.device_pages import spread
 from kv_transfer.protocol.messages import WireLayout
 from kv_transfer.transports.base import Bytes
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pages import PageLayout
 from services.runtime.errors import InvariantViolated
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class PageMemory(Protocol):
+    """The memory of a worker's pages, whatever computes in it; `services.engine.cache.pages.PagePool` is one.
+
+    Between two workers whose pages have several pieces, the page sizes are equal: only slots of a page of one piece are
+    where `layout` says.
+    """
+
+    @property
+    def layout(self) -> PageLayout:
+        """Size and number of the parts of a page."""
+        ...
+
+    @property
+    def pieces(self) -> torch.Tensor:
+        """The pages as uint8 [P, N, page_bytes / P]; writing to it writes to the pages."""
+        ...
 
 
 class PageGenerations(Protocol):
@@ -52,36 +72,40 @@ class Destination:
 class PageReader:
     """Serves pages of a pool as flat pieces of host memory: in place, or from a copy if they are on a GPU."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PageMemory) -> None:
         self._pages = _memory_of(pool)
 
     def pieces(self, page_ids: Sequence[int]) -> list[Bytes]:
         """Return the memory of these pages in order, neighbours joined."""
         if isinstance(self._pages, torch.Tensor):
             rows = torch.tensor(page_ids, device=self._pages.device)
-            copy: Bytes = self._pages.index_select(0, rows).cpu().numpy().reshape(-1)
+            copy: Bytes = self._pages.index_select(1, rows).transpose(0, 1).cpu().numpy().reshape(-1)
             return [copy]
-        return [self._pages[first : first + count].reshape(-1) for first, count in _runs(page_ids)]
+        if len(self._pages) > 1:
+            return [piece[page_id] for page_id in page_ids for piece in self._pages]
+        pages = self._pages[0]
+        return [pages[first : first + count].reshape(-1) for first, count in _runs(page_ids)]
 
 
 class PageWriter:
     """Copies frames of a sender's pages into pages of a pool."""
 
-    def __init__(self, pool: PagePool, sender: WireLayout) -> None:
+    def __init__(self, pool: PageMemory, sender: WireLayout) -> None:
         # Arrays of host memory or tensors on a GPU: slicing and assigning them is written in the same way.
         self._pages: Any = _memory_of(pool)
-        self._device = pool.data.device
+        self._device = pool.pieces.device
+        self._page_bytes = pool.layout.page_bytes
         self._own_size = pool.layout.page_size
         self._sender_size = sender.page_size
         heads, layers = pool.layout.num_kv_heads, pool.layout.num_layers
         vector_bytes = pool.layout.head_dim * pool.layout.dtype.itemsize
-        self._own_view = self._pages.reshape(-1, heads, layers, 2, self._own_size, vector_bytes)
+        self._own_shape = (heads, layers, 2, self._own_size, vector_bytes)
         self._sender_shape = (heads, layers, 2, self._sender_size, vector_bytes)
 
     def check(self, destination: Destination) -> None:
         """Raise InvariantViolated unless these are different pages of the pool that hold all the tokens."""
         page_ids = destination.page_ids
-        is_in_pool = all(0 <= page_id < self._pages.shape[0] for page_id in page_ids)
+        is_in_pool = all(0 <= page_id < self._pages.shape[1] for page_id in page_ids)
         if not is_in_pool or len(set(page_ids)) != len(page_ids):
             raise InvariantViolated("a reservation names a page twice or a page outside the pool")
         if destination.num_cached_tokens % self._own_size:
@@ -108,20 +132,24 @@ class PageWriter:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _write_pages(self, data: Any, first_page: int, destination: Destination) -> None:
-        page_bytes = self._pages.shape[1]
+        page_bytes = self._page_bytes
         end_page = first_page + len(data) // page_bytes
         start_page = max(first_page, destination.num_cached_tokens // self._own_size)
         offset = (start_page - first_page) * page_bytes
-        if isinstance(data, torch.Tensor):
+        num_pieces = len(self._pages)
+        if isinstance(data, torch.Tensor) and num_pieces == 1:
             if start_page < end_page:
-                spread(data[offset:], destination.page_ids[start_page:end_page], self._pages)
+                spread(data[offset:], destination.page_ids[start_page:end_page], self._pages[0])
             return
         for first, count in _runs(destination.page_ids[start_page:end_page]):
             num_bytes = count * page_bytes
-            self._pages[first : first + count].reshape(-1)[:] = data[offset : offset + num_bytes]
+            run = data[offset : offset + num_bytes].reshape(count, num_pieces, -1)
+            self._pages[:, first : first + count] = run.swapaxes(0, 1)
             offset += num_bytes
 
     def _write_tokens(self, data: Any, first_page: int, destination: Destination) -> None:
+        assert len(self._pages) == 1, "workers whose pages have several pieces fit only with equal page sizes"
+        own = self._pages[0].reshape(-1, *self._own_shape)
         source = data.reshape(-1, *self._sender_shape)
         for index in range(source.shape[0]):
             page_start = (first_page + index) * self._sender_size
@@ -130,7 +158,7 @@ class PageWriter:
             while token < end:
                 own_page, own_slot = divmod(token, self._own_size)
                 count = min(end - token, self._own_size - own_slot)
-                target = self._own_view[destination.page_ids[own_page]]
+                target = own[destination.page_ids[own_page]]
                 from_slot = token - page_start
                 target[:, :, :, own_slot : own_slot + count] = source[index, :, :, :, from_slot : from_slot + count]
                 token += count
@@ -160,11 +188,16 @@ def wire_layout(
     )
 
 
-def _memory_of(pool: PagePool) -> Bytes | torch.Tensor:
-    """Return all pages [N, page_bytes]: an array over host memory, or the tensor of another device."""
-    if pool.data.device.type != "cpu":
-        return pool.bytes
-    pages: Bytes = pool.bytes.numpy()
+def channel_device(pool: PageMemory) -> torch.device:
+    """Return where channels take pages from: pages of several pieces pass through the host's memory."""
+    return pool.pieces.device if len(pool.pieces) == 1 else torch.device("cpu")
+
+
+def _memory_of(pool: PageMemory) -> Bytes | torch.Tensor:
+    """Return all pages [P, N, bytes of a piece]: an array over host memory, or the tensor of another device."""
+    if pool.pieces.device.type != "cpu":
+        return pool.pieces
+    pages: Bytes = pool.pieces.numpy()
     return pages
 
 

@@ -16,7 +16,7 @@ import grpc
 
 from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.measure import answer_rounds
-from kv_transfer.page_bytes import PageGenerations, PageWriter, wire_layout
+from kv_transfer.page_bytes import PageGenerations, PageMemory, PageWriter, channel_device, wire_layout
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import abort_of
 from kv_transfer.protocol.fence import Fence
@@ -44,7 +44,6 @@ from kv_transfer.wire import (
     to_wire,
 )
 from protos import link_pb2, link_pb2_grpc
-from services.engine.cache.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     InvariantViolated,
@@ -92,7 +91,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self,
         *,
         identity: LinkIdentity,
-        pool: PagePool,
+        pool: PageMemory,
         generations: PageGenerations,
         target: ReceiveTarget,
         transports: Sequence[str] = ("auto",),
@@ -112,9 +111,9 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._generations = generations
         self._target = target
         warm_up(pool)
-        self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
+        self._available = Transports(channel_device(pool), pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
-        self._reach = Reach(identity.host_id).at(pool.data.device)
+        self._reach = Reach(identity.host_id).at(channel_device(pool))
         self._host, self._port = host, port
         self._advertise_host, self._advertise_port = advertise_host, advertise_port
         self._ring = ring or RingConfig()

@@ -14,7 +14,7 @@ import grpc
 from kv_transfer import measure as probing
 from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.doubting import LinkDoubts
-from kv_transfer.page_bytes import PageGenerations, PageReader, wire_layout
+from kv_transfer.page_bytes import PageGenerations, PageMemory, PageReader, channel_device, wire_layout
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import error_from
 from kv_transfer.protocol.messages import Abort, Hello, HelloAck, TransferId
@@ -33,7 +33,6 @@ from kv_transfer.wire import (
     to_wire,
 )
 from protos import link_pb2, link_pb2_grpc, worker_pb2
-from services.engine.cache.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -71,7 +70,7 @@ class SendLinks:
         self,
         *,
         identity: LinkIdentity,
-        pool: PagePool,
+        pool: PageMemory,
         generations: PageGenerations,
         transports: Sequence[str] = ("auto",),
         clock: Clock = SYSTEM_CLOCK,
@@ -95,10 +94,10 @@ class SendLinks:
         self._generations = generations
         self._pool = pool
         warm_up(pool)
-        self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
+        self._available = Transports(channel_device(pool), pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
         self._is_auto = AUTO in transports
-        self._reach = Reach(identity.host_id).at(pool.data.device)
+        self._reach = Reach(identity.host_id).at(channel_device(pool))
         self._measured: dict[str, tuple[float, probing.Measured]] = {}
         self._unopened: dict[str, set[str]] = {}
         """By receiver, the transports that could not be opened: those of `auto`, until they are measured."""

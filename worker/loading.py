@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kv_transfer.page_bytes import PageGenerations
+from kv_transfer.page_bytes import PageGenerations, PageMemory
 from services.engine.cache.host_tier import HostTier
-from services.engine.cache.pages import PagePool
 from services.engine.steps.limits import SequenceLimits
 from services.engine.weights.shard import Parallelism
 from services.runtime.errors import TandemError
@@ -23,7 +22,7 @@ class LoadedModel(Protocol):
     """A model in memory, with the pages that handoffs read and write."""
 
     @property
-    def pool(self) -> PagePool:
+    def pool(self) -> PageMemory:
         """The pages, under the numbers that the engine's reports have."""
         ...
 

@@ -86,21 +86,21 @@ class PagePool:
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least 1 page, not {num_pages}")
-        self.layout = layout
-        self.num_pages = num_pages
+        self.layout, self.num_pages = layout, num_pages
         shape = (num_pages, *layout.shape)
-        self.data = _zeros(shape, layout.dtype, torch.device(device)) if data is None else data
+        if data is None and torch.device(device).type == "cpu":
+            data = host_zeros(shape, layout.dtype)
+        self.data = torch.zeros(shape, dtype=layout.dtype, device=device) if data is None else data
 
     @property
     def bytes(self) -> torch.Tensor:
         """The pool's memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
         return self.data.view(self.num_pages, -1).view(torch.uint8)
 
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return host_zeros(shape, dtype)
+    @property
+    def pieces(self) -> torch.Tensor:
+        """The pages, each of them one piece, as uint8 [1, N, page_bytes]."""
+        return self.bytes[None]
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,255 @@
+"""Loads a checkpoint with vLLM, and makes the engine of either worker from it.
+
+Settings that vLLM reads from the environment when it is imported are set here first, so nothing else imports it before.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from services.engine.cache.host_tier import HostTier
+from services.engine.steps.limits import SequenceLimits
+from services.engine.weights.shard import Parallelism
+from services.runtime.clock import Clock
+from services.runtime.errors import ConfigError, ModelError, TandemError, WorkerLost
+from services.runtime.identity import AnswerIdentity
+from services.runtime.model_facts import read_json_object
+from worker.engine import DecodeReport, PrefillReport
+from worker.vllm.blocks import BlockGenerations, BlockMemory
+from worker.vllm.decode import VllmDecode
+from worker.vllm.prefill import VllmPrefill
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+SUPPORTED_VERSIONS = ("0.32",)
+"""Those whose connector, scheduler and KV layouts this package knows."""
+CPU_BLOCK_TOKENS = 32
+"""vLLM's kernels for CPUs take blocks of a multiple of this many tokens."""
+DEFAULT_KV_BYTES = 1 << 30
+"""KV memory on a CPU where no setting says how much."""
+HASH_CHUNK_BYTES = 16 << 20
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine thread is the loop
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC does not survive a fork
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cores and --threads say that
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """What a worker's settings say that concerns vLLM. Sizes are of one rank."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    block_tokens: int = CPU_BLOCK_TOKENS
+    num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    gpu_memory_share: float = 1.0
+    threads: int | None = None
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    step_tokens: int = 512
+    max_batch: int = 64
+
+
+class VllmModel:
+    """A model that vLLM has loaded: what a worker knows of it, and its engines."""
+
+    tier: HostTier | None = None
+
+    def __init__(self, settings: VllmSettings, core: "EngineCore") -> None:
+        """Raises ConfigError for a model whose pages cannot be handed over."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from worker.vllm.connector import TandemConnector
+        from worker.vllm.running import RunningCore
+
+        self._core = core
+        config = core.vllm_config
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, TandemConnector), "the settings name this connector"
+        block_size = config.cache_config.block_size
+        self.pool = BlockMemory(connector.kv_caches, block_size=block_size)
+        num_blocks = self.pool.pieces.shape[1]
+        self.allocator = BlockGenerations(num_blocks)
+        self._running = RunningCore(core, self.allocator.end_use)
+        self.parallelism = Parallelism(settings.tensor_parallel, settings.pipeline_parallel)
+        self.limits = SequenceLimits(
+            config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size
+        )
+        self.is_exact = False
+        """A step of decoding writes other bits than one of a prompt does."""
+        self._dtype = str(self.pool.layout.dtype).removeprefix("torch.")
+        self._arithmetic = _arithmetic(config, core)
+        self._weights = weights_digest(settings.model_dir)
+        self.fingerprint = _fingerprint(self._weights, self._arithmetic, self.pool)
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """Implements LoadedModel."""
+        device = self.pool.pieces.device
+        if device.type != "cuda":
+            return None
+        return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
+
+    @property
+    def loss(self) -> TandemError | None:
+        """Implements LoadedModel."""
+        failed = getattr(self._core.model_executor, "is_failed", False)
+        return WorkerLost("a rank of vLLM has ended") if failed else None
+
+    def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
+        """Implements LoadedModel."""
+        return AnswerIdentity(
+            engine=f"vllm/{vllm_version()}",
+            weights=self.fingerprint,
+            config=self._weights[:16],
+            dtype=self._dtype,
+            arithmetic=f"{self._arithmetic}/torch-{torch.__version__}",
+            vocabulary=vocabulary,
+            grammars=grammars,
+        )
+
+    def prefill_engine(self, on_report: Callable[[PrefillReport], None], *, clock: Clock) -> VllmPrefill:
+        """Returns the engine of a prefill worker; a model makes one engine."""
+        return VllmPrefill(self._running, clock=clock, on_report=on_report)
+
+    def decode_engine(self, on_report: Callable[[DecodeReport], None], *, clock: Clock) -> VllmDecode:
+        """Returns the engine of a decode worker; a model makes one engine."""
+        return VllmDecode(self._running, clock=clock, on_report=on_report)
+
+    def close(self) -> None:
+        """Implements LoadedModel."""
+        self._core.shutdown()
+
+
+def vllm_version() -> str:
+    """Returns the version of the vLLM that is installed. Raises ConfigError where none is, or one that is not known."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found = version(name).partition("+")[0]
+            if not found.startswith(tuple(f"{one}." for one in SUPPORTED_VERSIONS)):
+                raise ConfigError(f"vLLM {found} is installed; --engine vllm takes {' and '.join(SUPPORTED_VERSIONS)}")
+            return found
+    raise ConfigError("--engine vllm needs vLLM, which is not installed: run `make install-vllm`")
+
+
+def load_vllm(settings: VllmSettings) -> VllmModel:
+    """Loads a checkpoint folder. Raises ConfigError for settings that vLLM refuses, and ModelError for such models."""
+    vllm_version()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    try:
+        config = EngineArgs(**_arguments(settings)).create_engine_config()
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    except ValueError as error:
+        raise ModelError(f"vLLM cannot serve {settings.model_dir}: {error}") from error
+    try:
+        return VllmModel(settings, core)
+    except BaseException:
+        core.shutdown()
+        raise
+
+
+def _arguments(settings: VllmSettings) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    from worker.vllm.sampling import RUNNER_V1
+
+    is_cpu = current_platform.is_cpu()
+    kv_bytes = settings.kv_memory_bytes
+    return {
+        "model": str(settings.model_dir),
+        "dtype": _dtype(settings),
+        "block_size": _rounded_up(settings.block_tokens, CPU_BLOCK_TOKENS) if is_cpu else settings.block_tokens,
+        "num_gpu_blocks_override": None if settings.num_blocks is None else settings.num_blocks + 1,
+        "kv_cache_memory_bytes": kv_bytes or (DEFAULT_KV_BYTES if is_cpu else None),
+        "max_model_len": -1,  # as long as the model and the KV memory allow
+        "max_num_batched_tokens": max(settings.step_tokens, settings.max_batch),
+        "max_num_seqs": settings.max_batch,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "pipeline_parallel_size": settings.pipeline_parallel,
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+        "enforce_eager": is_cpu,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "logits_processors": [RUNNER_V1],
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="TandemConnector",
+            kv_connector_module_path="worker.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="fail",
+        ),
+    }
+
+
+def _dtype(settings: VllmSettings) -> str:
+    """The checkpoint's own type for `auto`, where vLLM would take half of float32."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = read_json_object(settings.model_dir, "config.json")
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if isinstance(named, str) else "auto"
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _arithmetic(config: "VllmConfig", core: "EngineCore") -> str:
+    """What the bytes of a page depend on beside the weights, in readable words."""
+    layout = config.cache_config.kv_cache_layout
+    isa = torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else "cuda"
+    amx = "-amx" if isa != "cuda" and torch.cpu._is_amx_tile_supported() else ""
+    quantization = config.model_config.quantization or "none"
+    kv_dtype = config.cache_config.cache_dtype
+    block = f"block-{config.cache_config.block_size}"
+    return "/".join((f"{isa}{amx}", f"{layout}", block, f"kv-{kv_dtype}", f"quantization-{quantization}"))
+
+
+def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
+    """Returns 32 hex digits: two workers exchange pages only if theirs agree."""
+    words = "|".join((vllm_version(), weights, arithmetic, str(pool.layout), str(len(pool.pieces))))
+    return hashlib.blake2b(words.encode(), digest_size=16, person=b"tandem vllm").hexdigest()
+
+
+@functools.cache
+def weights_digest(folder: Path) -> str:
+    """Returns 32 hex digits over config.json and every byte of the weights' files. Raises ModelError."""
+    digest = xxhash.xxh3_128()
+    files = [folder / "config.json", *sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)]
+    try:
+        for path in files:
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                while piece := file.read(HASH_CHUNK_BYTES):
+                    digest.update(piece)
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+_WEIGHT_SUFFIXES: Mapping[str, None] = dict.fromkeys((".safetensors", ".bin", ".gguf"))

@@ -1,0 +1,195 @@
+"""vLLM's EngineCore, stepped in this process by the engine thread, as the `Core` of the two engines.
+
+What is used of vLLM beyond its public names, all of it here: `EngineCore.scheduler` with its `requests` and its cache
+manager's `get_computed_blocks`, `get_block_ids` and block pool, and the fields of a waiting `Request` that
+`Scheduler._update_request_as_session` changes too.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from services.engine.cache.pages import PageCounts
+from services.engine.steps.sequence import Sequence
+from services.engine.steps.step import NonFiniteLogits
+from services.runtime.errors import InvariantViolated
+from worker.vllm.books import Scheduled, TransferBooks
+from worker.vllm.connector import TandemConnector
+from worker.vllm.core import Computed, OnBlocks, StepDone
+from worker.vllm.sampling import TokenChoice, sampling_params
+
+
+class RunningCore:
+    """An EngineCore with a TandemConnector, on one rank or several.
+
+    `on_preempted` is called with the blocks that a held request has just lost, before any of them is written to.
+    """
+
+    def __init__(self, core: EngineCore, on_preempted: Callable[[tuple[int, ...]], None]) -> None:
+        scheduler = core.scheduler
+        assert isinstance(scheduler, Scheduler), "the settings name no other scheduler"
+        connector = scheduler.connector
+        assert isinstance(connector, TandemConnector), "the settings name this connector"
+        self._core = core
+        self._scheduler = scheduler
+        self._cache = scheduler.kv_cache_manager
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._books: TransferBooks = connector.books
+        self._books.on_preempted = lambda request_id: on_preempted(self._held_blocks.get(request_id, ()))
+        self._choices: dict[str, TokenChoice] = {}
+        self._held_blocks: dict[str, tuple[int, ...]] = {}
+        """The blocks of each held request after the last step that computed any of it."""
+        self._touched: dict[str, list[Any]] = {}
+        """The cached blocks that a held request was promised, until vLLM has scheduled it."""
+        self._awaited_blocks: dict[str, int] = {}
+        """How many blocks each awaited request has for tokens that have not arrived."""
+
+    @property
+    def block_size(self) -> int:
+        """Implements Core."""
+        return int(self._scheduler.block_size)
+
+    def add(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> None:
+        """Implements Core."""
+        self._add(request_id, sequence.token_ids, TokenChoice(sequence), _num_left(sequence), salt, service_class)
+
+    def add_held(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> tuple[int, ...]:
+        """Implements Core."""
+        self._books.hold(request_id)
+        request = self._add(request_id, sequence.prompt_token_ids, TokenChoice(sequence), 1, salt, service_class)
+        # They are sent before the prompt has its turn, and must not be given to another one until then.
+        (cached,) = self._cache.get_computed_blocks(request)[0].blocks
+        self._pool.touch(cached)
+        self._touched[request_id] = list(cached)
+        return tuple(block.block_id for block in cached)
+
+    def add_awaited(
+        self, request_id: str, token_ids: list[int], on_blocks: OnBlocks, *, salt: bytes, service_class: int
+    ) -> None:
+        """Implements Core."""
+
+        def note(block_ids: tuple[int, ...], num_cached_tokens: int) -> None:
+            self._awaited_blocks[request_id] = len(block_ids) - num_cached_tokens // self.block_size
+            on_blocks(block_ids, num_cached_tokens)
+
+        self._books.await_tokens(request_id, len(token_ids), note)
+        self._add(request_id, token_ids, TokenChoice(), 1, salt, service_class)
+
+    def arrived(self, request_id: str, sequence: Sequence) -> None:
+        """Implements Core."""
+        request = self._scheduler.requests[request_id]
+        prompt_token_ids = request.prompt_token_ids
+        assert prompt_token_ids is not None, "requests are made of tokens"
+        more = sequence.token_ids[len(prompt_token_ids) :]
+        # As if the request had been made of these tokens: the ones that have arrived, and behind them those of the
+        # answer that are known. It waits, so that no rank has seen it.
+        prompt_token_ids.extend(more)
+        request._all_token_ids.extend(more)
+        request.num_prompt_tokens = len(prompt_token_ids)
+        request.update_block_hashes()
+        choice = self._choices[request_id]
+        choice.sequence = sequence
+        request.max_tokens = _num_left(sequence)
+        request.sampling_params = sampling_params(choice, max_tokens=request.max_tokens)
+        self._books.arrive(request_id)
+        self._awaited_blocks.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """Implements Core."""
+        self._choices.pop(request_id, None)
+        self._books.arrive(request_id)
+        self._awaited_blocks.pop(request_id, None)
+        self._core.abort_requests([request_id])
+
+    def let_go(self, request_id: str) -> None:
+        """Implements Core."""
+        self._untouch(request_id)
+        self._choices.pop(request_id, None)
+        self._held_blocks.pop(request_id, None)
+        request = self._scheduler.requests[request_id]
+        self._books.let_go(request_id, has_ended=request.is_finished())
+        self._core.abort_requests([request_id])
+
+    def step(self) -> StepDone:
+        """Implements Core."""
+        has_news = self._books.has_news
+        outputs, _ = self._core.step()
+        scheduled, preempted = self._books.take_step()
+        by_id = {output.request_id: output for some in outputs.values() for output in some.outputs}
+        computed = tuple(self._computed(one, by_id.get(one.request_id)) for one in scheduled)
+        return StepDone(computed, tuple(preempted), has_more=bool(scheduled or has_news))
+
+    def counts(self) -> PageCounts:
+        """Implements Core."""
+        total, free = self._num_blocks, self._pool.get_num_free_blocks()
+        reserved = sum(self._awaited_blocks.values())
+        return PageCounts(total, free, 0, reserved, total - free - reserved)
+
+    def check_books(self) -> None:
+        """Implements Core."""
+        num_free = self._pool.get_num_free_blocks()
+        if self._scheduler.requests or self._books.num_requests or num_free != self._num_blocks:
+            raise InvariantViolated(
+                f"vLLM holds {len(self._scheduler.requests)} requests and {self._num_blocks - num_free} blocks, "
+                f"transfers {self._books.num_requests}, although nothing is asked for"
+            )
+
+    @property
+    def _num_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks) - 1  # the first is vLLM's own, for places that mean nothing
+
+    def _add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        choice: TokenChoice,
+        max_tokens: int,
+        salt: bytes,
+        service_class: int,
+    ) -> Request:
+        self._choices[request_id] = choice
+        asked = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=sampling_params(choice, max_tokens=max_tokens),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=salt.hex(),
+            data_parallel_rank=None,
+            priority=service_class,
+        )
+        request, wave = self._core.preprocess_add_request(asked)
+        self._core.add_request(request, wave)
+        return request
+
+    def _computed(self, one: Scheduled, output: EngineCoreOutput | None) -> Computed:
+        self._untouch(one.request_id)
+        block_ids: tuple[int, ...] = ()
+        if self._books.is_held(one.request_id):
+            (held,) = self._cache.get_block_ids(one.request_id)
+            block_ids = self._held_blocks[one.request_id] = tuple(held)
+        if output is None:
+            return Computed(*one, block_ids, None, has_ended=False)
+        has_ended = output.finish_reason is not None
+        choice = self._choices.pop(one.request_id) if has_ended else self._choices[one.request_id]
+        outcome = choice.outcome
+        if not output.new_token_ids:
+            outcome = NonFiniteLogits(f"vLLM ended the sequence: {output.finish_reason}")
+        return Computed(*one, block_ids, outcome, has_ended)
+
+    def _untouch(self, request_id: str) -> None:
+        touched = self._touched.pop(request_id, None)
+        if touched:
+            self._pool.free_blocks(reversed(touched))
+
+
+def _num_left(sequence: Sequence) -> int:
+    """How many tokens its answer may still have."""
+    return sequence.sampling.max_tokens - sequence.num_generated_tokens
