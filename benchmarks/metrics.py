@@ -82,7 +82,7 @@ def calls() -> Round:
 
     def work() -> int:
         for number in range(NUM_REQUESTS):
-            with _call(_generation(number)):
+            with _call(_spec(number)):
                 pass
         return NUM_REQUESTS
 
@@ -96,20 +96,18 @@ def lines() -> Round:
 
     def work() -> int:
         for number in range(NUM_REQUESTS):
-            generation = _generation(number)
+            spec = _spec(number)
             told = dict(
-                arrived_s=generation.arrived_s,
-                service_class=generation.facts.service_class,
-                tenant=generation.facts.tenant,
+                arrived_s=spec.arrived_s,
+                service_class=spec.facts.service_class,
+                tenant=spec.facts.tenant,
             )
-            opened = log.open([generation.request_id], **told)
-            call = _call(generation)
-            facts = CallFacts(
-                generation.request_id, "", call.model, generation.facts.service_class, generation.facts.tenant
-            )
+            opened = log.open([spec.request_id], **told)
+            call = _call(spec)
+            facts = CallFacts(spec.request_id, "", call.model, spec.facts.service_class, spec.facts.tenant)
             call.on_end(lambda error, opened=opened, facts=facts: log.note_end(opened, facts, error))
             with call:
-                trace = log.trace(generation.request_id, **told)
+                trace = log.trace(spec.request_id, **told)
                 trace.num_attempts = 1
                 trace.note_workers("prefill-0", "decode-0")
                 trace.enter("prefill")
@@ -147,7 +145,7 @@ def measure(rounds: dict[str, Round], num_rounds: int) -> dict[str, list[float]]
     return figures
 
 
-def _generation(number: int) -> AnswerSpec:
+def _spec(number: int) -> AnswerSpec:
     sampling = Sampling(max_tokens=200, seed=1)
     return AnswerSpec(
         request_id=f"request-{number}.1.0",
@@ -165,10 +163,10 @@ def _generation(number: int) -> AnswerSpec:
     )
 
 
-def _call(generation: AnswerSpec) -> AcceptedCall:
+def _call(spec: AnswerSpec) -> AcceptedCall:
     return AcceptedCall(
-        [generation],
-        request_id=generation.request_id,
+        [spec],
+        request_id=spec.request_id,
         model="model",
         span=NO_TRACE,
         close=lambda: None,

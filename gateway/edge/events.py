@@ -15,7 +15,7 @@ from gateway.types import Delta, Usage
 
 async def events(exchange: Exchange, answers: Answers, writer: Writer) -> AsyncGenerator[bytes, None]:
     """Yields the events that the client does not have, but for those that could be sent at once; some are empty."""
-    tally = _UsageTally(answers.generations, is_continuous=writer.is_usage_continuous)
+    tally = _UsageTally(answers.specs, is_continuous=writer.is_usage_continuous)
     begun: set[int] = set()
     before = answers.start_id
 
@@ -51,7 +51,7 @@ async def events(exchange: Exchange, answers: Answers, writer: Writer) -> AsyncG
             yield opening + event
     if writer.has_usage:
         # The writer's own counts cover all answers, also those that the client has to their ends.
-        for choice in {*range(len(answers.generations))} - begun:
+        for choice in {*range(len(answers.specs))} - begun:
             catch_up(choice, None, has_all=True)
         yield writer.usage_chunk(answers.usages())
 
@@ -59,10 +59,10 @@ async def events(exchange: Exchange, answers: Answers, writer: Writer) -> AsyncG
 class _UsageTally:
     """Usage of the answers of a stream: at an end, and so far for clients that want it with every chunk."""
 
-    def __init__(self, generations: Sequence[AnswerSpec], *, is_continuous: bool) -> None:
+    def __init__(self, specs: Sequence[AnswerSpec], *, is_continuous: bool) -> None:
         self._is_continuous = is_continuous
-        self._num_prompt_tokens = [len(generation.prompt_token_ids) for generation in generations]
-        self._num_tokens = [0] * len(generations)
+        self._num_prompt_tokens = [len(spec.prompt_token_ids) for spec in specs]
+        self._num_tokens = [0] * len(specs)
 
     def skip(self, choice: int, num_tokens: int) -> None:
         """Counts tokens of an answer that the client has already."""

@@ -52,7 +52,7 @@ class Answers(ABC):
     """The model in whose place it answers and why, or empty; see `AcceptedCall`."""
     traceparent: str
     """The name of the request's span, or empty."""
-    generations: Sequence[AnswerSpec]
+    specs: Sequence[AnswerSpec]
     start_id: str = ""
     """The id of the event after which the client reads, for a request whose parts have ids."""
 
@@ -105,8 +105,8 @@ class Generator:
             return
         with await self._requests.accept(asked) as accepted:
             on_taken(accepted.request_id, accepted.span.told_traceparent)
-            paths = [FastPath() for _ in accepted.generations]
-            async with begun(self._requests, accepted, accepted.generations, fast_paths=paths) as streams:
+            paths = [FastPath() for _ in accepted.specs]
+            async with begun(self._requests, accepted, accepted.specs, fast_paths=paths) as streams:
                 yield _PlainAnswers(accepted, streams, paths)
 
     async def written(self, answers: Answers, num_logprobs: int, write: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class Generator:
         if num_logprobs < MANY_LOGPROBS:
             return write()
         turns = self._requests.catalog[answers.model].tokenizer.turns
-        return await turns.call(write, tenant=answers.generations[0].facts.tenant)
+        return await turns.call(write, tenant=answers.specs[0].facts.tenant)
 
 
 class _PlainAnswers(Answers):
@@ -129,7 +129,7 @@ class _PlainAnswers(Answers):
         self.model = accepted.model
         self.fallback = accepted.fallback
         self.traceparent = accepted.span.told_traceparent
-        self.generations = accepted.generations
+        self.specs = accepted.specs
         self._streams = streams
         self._paths = paths
         self._usages: dict[int, Usage] = {}
@@ -154,10 +154,10 @@ class _PlainAnswers(Answers):
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 answer.take(delta)
-        return answer.whole(self.generations[choice])
+        return answer.whole(self.specs[choice])
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
-        return [(usage, self.generations[choice].prompt_token_ids) for choice, usage in self._usages.items()]
+        return [(usage, self.specs[choice].prompt_token_ids) for choice, usage in self._usages.items()]
 
     def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
         return Known((), "", None)
@@ -172,7 +172,7 @@ class _NamedAnswers(Answers):
         self.model = reader.model
         self.fallback = reader.fallback
         self.traceparent = reader.traceparent
-        self.generations = reader.generations
+        self.specs = reader.specs
         self.start_id = event_id(reader.request_id, reader.positions)
         self._reader = reader
         self._new_text = new_text
@@ -181,11 +181,11 @@ class _NamedAnswers(Answers):
         return self._reader.parts()
 
     async def wholes(self) -> list[Whole]:
-        answers = [_Growing() for _ in self.generations]
+        answers = [_Growing() for _ in self.specs]
         async with contextlib.aclosing(self._reader.parts()) as parts:
             async for part in parts:
                 answers[part.choice].take(part.delta)
-        return [answer.whole(generation) for answer, generation in zip(answers, self.generations, strict=True)]
+        return [answer.whole(spec) for answer, spec in zip(answers, self.specs, strict=True)]
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         return self._reader.usages()
@@ -193,7 +193,7 @@ class _NamedAnswers(Answers):
     def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
         answer = self._reader.answers[choice]
         token_ids = answer.token_ids[:num_tokens]
-        text = self._new_text(self.generations[choice])
+        text = self._new_text(self.specs[choice])
         taken = [text.push((token_id,)) for token_id in token_ids]
         is_stopped = any(each.is_stopped for each in taken)
         held_back = "" if is_stopped or not has_all else text.finish()
@@ -224,19 +224,19 @@ class _Growing:
         self._last = delta
         return True
 
-    def whole(self, generation: AnswerSpec) -> Whole:
+    def whole(self, spec: AnswerSpec) -> Whole:
         """Returns the answer, whose last delta has come."""
         last = self._last
         assert last is not None
         assert last.finish_reason is not None
         assert last.usage is not None
         return Whole(
-            index=generation.choice,
+            index=spec.choice,
             token_ids=self._token_ids,
             text="".join(self._texts),
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             finish_reason=last.finish_reason,
             usage=last.usage,
-            prompt_token_ids=generation.prompt_token_ids,
+            prompt_token_ids=spec.prompt_token_ids,
         )

@@ -241,7 +241,7 @@ class HttpApi:
         if fingerprint is None:
             fingerprint = self._fingerprints[model.name] = system_fingerprint(model)
         head = Head(answers.request_id, answers.created_unix_s, model.name, fingerprint)
-        prompts = [generation.prompt_token_ids for generation in answers.generations]
+        prompts = [spec.prompt_token_ids for spec in answers.specs]
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 
     async def _body(self, writer: Writer, answers: Answers, wholes: Sequence[Whole]) -> bytes:

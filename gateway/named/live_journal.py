@@ -39,7 +39,7 @@ class Journal:
     call: StoredCall | None = None
     """The call as it was accepted, without tokens; None until then."""
     call_cost_bytes: int = 0
-    generations: list[AnswerSpec] = field(default_factory=list)
+    specs: list[AnswerSpec] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     record: Record | None = None
     spans: RequestSpans = NO_TRACE
@@ -161,12 +161,12 @@ class Journal:
         self.record.is_in_redis = False
         return True
 
-    def settle(self, stored: StoredCall, generations: list[AnswerSpec]) -> None:
+    def settle(self, stored: StoredCall, specs: list[AnswerSpec]) -> None:
         """The call stays with the model that has begun to answer: no gateway lets another one answer from now on."""
         assert self.record is not None
         stored = msgspec.structs.replace(stored, is_settled=True)
         self.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
-        self.generations = generations
+        self.specs = specs
         self.record.call = encode_call(stored, created_unix_s=self.created_unix_s)
         self.record.forget_written()
 
@@ -179,7 +179,7 @@ class Journal:
             if delta.layout:
                 self._note_layout(choice, delta.layout)
             if answer.is_finished:
-                self.record.ends[choice] = _end_of(answer, self.generations[choice].sampling)
+                self.record.ends[choice] = _end_of(answer, self.specs[choice].sampling)
 
     def merge(self, held: Held) -> None:
         """Takes what another gateway added in Redis to what this one has."""
@@ -188,17 +188,15 @@ class Journal:
         if held.life != record.life or len(held.token_ids) != len(self.answers):
             record.is_over = True
             return
-        for answer, generation, token_ids, end in zip(
-            self.answers, self.generations, held.token_ids, held.ends, strict=True
-        ):
-            if generation.sampling.logprobs is not None or answer.is_finished:
+        for answer, spec, token_ids, end in zip(self.answers, self.specs, held.token_ids, held.ends, strict=True):
+            if spec.sampling.logprobs is not None or answer.is_finished:
                 continue
             num_known = len(answer.token_ids)
             if token_ids[:num_known] == answer.token_ids:
                 restored = restore(token_ids, end)
                 answer.token_ids += token_ids[num_known:]
                 answer.finish_reason, answer.usage = restored.finish_reason, restored.usage
-                record.ends[generation.choice] = _end_of(answer, generation.sampling)
+                record.ends[spec.choice] = _end_of(answer, spec.sampling)
         self.continue_record(held)
 
     def continue_record(self, held: Held) -> None:

@@ -38,16 +38,16 @@ class Reader:
         self.request_id = journal.request_id
         self.created_unix_s = journal.created_unix_s
         assert journal.call is not None
-        self.model = journal.generations[0].model
+        self.model = journal.specs[0].model
         self.fallback = journal.call.fallback
-        self.generations = journal.generations
+        self.specs = journal.specs
         self.answers = journal.answers
         self.positions = positions
         self._journal = journal
         self._deadline = ask.deadline
         self._answer_readers = [
-            AnswerReader(answer, requests.new_text(generation), position)
-            for answer, generation, position in zip(journal.answers, journal.generations, positions, strict=True)
+            AnswerReader(answer, requests.new_text(spec), position)
+            for answer, spec, position in zip(journal.answers, journal.specs, positions, strict=True)
         ]
 
     async def parts(self) -> AsyncGenerator[Part, None]:
@@ -91,7 +91,7 @@ class Reader:
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         """Returns (usage, prompt) of each answer, once all are complete."""
-        prompts = [generation.prompt_token_ids for generation in self.generations]
+        prompts = [spec.prompt_token_ids for spec in self.specs]
         return [
             (answer.usage, prompt)
             for answer, prompt in zip(self.answers, prompts, strict=True)

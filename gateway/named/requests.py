@@ -218,7 +218,7 @@ class Journals:
         journal.digest = ask.digest
         name, owner = journal.names[0], self._gateway_incarnation
         journal.open(stored, [Answer() for _ in stored.choices], int(time.time()), name=name, owner=owner)
-        journal.generations = accepted.generations
+        journal.specs = accepted.specs
         try:
             journal.check_size()
             self._take_memory(journal)
@@ -296,7 +296,7 @@ class Journals:
             resumes=journal.traceparent,
         )
         accepted = self._requests.adopt(call, self._call_to_settle(journal, ask))
-        journal.generations = accepted.generations
+        journal.specs = accepted.specs
         if not journal.is_finished:
             if ask.ticket is not None:
                 ask.ticket.resume()
@@ -373,9 +373,7 @@ class Journals:
     async def _generate(self, journal: Journal, accepted: AcceptedCall) -> None:
         """Fills the journal to its end. An error that ends it early is left in `journal.error`."""
         unfinished = [
-            generation
-            for generation, answer in zip(accepted.generations, journal.answers, strict=True)
-            if not answer.is_finished
+            spec for spec, answer in zip(accepted.specs, journal.answers, strict=True) if not answer.is_finished
         ]
         try:
             with accepted:
@@ -400,7 +398,7 @@ class Journals:
 
         A gateway that continues the call then never lets another model answer. Without Redis it is written later.
         """
-        journal.settle(self._stored(accepted), accepted.generations)
+        journal.settle(self._stored(accepted), accepted.specs)
         self._post(journal)
         with contextlib.suppress(StoreUnavailable):
             await self._writer.flush()

@@ -205,13 +205,13 @@ class Acceptance:
                 continue
             if _has_token_ids(call) and model.tokenizer_fingerprint != asked.tokenizer_fingerprint:
                 continue
-            first = accepted.generations[0]
+            first = accepted.specs[0]
             try:
                 check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
                 choices = await self._choices(call, model, first.sampling.seed)
             except InvalidRequest:
                 continue
-            return self._generations(
+            return self._specs(
                 choices,
                 model,
                 request_id=accepted.request_id,
@@ -248,7 +248,7 @@ class Acceptance:
         """Takes the call's id and starts its span. `is_own`: its client named the deadline."""
         request_id = self._take_id(stored.request_id, stored.facts.tenant)
         span = self._start_span(stored, arrived_s, arrived_unix_ns)
-        generations = self._generations(
+        specs = self._specs(
             stored.choices,
             model,
             request_id=request_id,
@@ -261,7 +261,7 @@ class Acceptance:
             arrived_unix_ns=arrived_unix_ns,
         )
         return AcceptedCall(
-            generations,
+            specs,
             request_id=request_id,
             model=model.name,
             fallback=stored.fallback,
@@ -270,7 +270,7 @@ class Acceptance:
             ticket=ticket,
         )
 
-    def _generations(
+    def _specs(
         self, choices: Sequence[StoredChoice], model: ServedModel, *, request_id: str, **shared: Any
     ) -> list[AnswerSpec]:
         """Returns one for each choice, with a name towards workers that no answer had before."""

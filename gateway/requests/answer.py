@@ -52,17 +52,17 @@ class RunningAnswer:
     """
 
     def __init__(
-        self, generation: AnswerSpec, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
+        self, spec: AnswerSpec, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
     ) -> None:
-        self.generation = generation
-        self.log = TokenLog(
-            generation.sampling.max_tokens,
-            generation.emitted_token_ids,
-            num_prompt_logprobs=_num_prompt_logprobs(generation),
+        self.spec = spec
+        self.tokens = TokenLog(
+            spec.sampling.max_tokens,
+            spec.emitted_token_ids,
+            num_prompt_logprobs=_num_prompt_logprobs(spec),
         )
-        self.mailbox = Mailbox(self.log)
-        self._num_prompt_tokens = len(generation.prompt_token_ids)
-        self.max_num_tokens = self._num_prompt_tokens + generation.sampling.max_tokens
+        self.mailbox = Mailbox(self.tokens)
+        self._num_prompt_tokens = len(spec.prompt_token_ids)
+        self.max_num_tokens = self._num_prompt_tokens + spec.sampling.max_tokens
         """The most tokens of prompt and answer together."""
         self.attempt: Attempt | None = None
         self.attempt_number = 0
@@ -76,7 +76,7 @@ class RunningAnswer:
         self.routes: Sequence[Route] = ()
         """The routes that it may take, best first, as of the last decision."""
         self.bookings = Bookings()
-        self.identity = generation.layout
+        self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """The keys of the prompt's full pages by (layout fingerprint, page size)."""
@@ -97,8 +97,8 @@ class RunningAnswer:
         self._kept_until_s = 0.0
         self._placed_s = self._first_token_s = self._last_token_s = 0.0
         self._unsent_text = ""
-        if generation.emitted_token_ids:
-            self._skip(generation.emitted_token_ids)
+        if spec.emitted_token_ids:
+            self._skip(spec.emitted_token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -108,27 +108,25 @@ class RunningAnswer:
     @property
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
-        return self.num_failures > 0 or bool(self.log.token_ids)
+        return self.num_failures > 0 or bool(self.tokens.token_ids)
 
     @property
     def bound_to(self) -> str:
         """The `identity_key` of workers that may continue it; empty: any may, since it has no token, or theirs is not
         known.
         """
-        return self.identity if self.log.token_ids else ""
+        return self.identity if self.tokens.token_ids else ""
 
     @property
     def cache_salt(self) -> str:
         """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
-        generation = self.generation
-        return sharers(
-            tenant=generation.facts.tenant, group=generation.facts.share_cache, salt=generation.facts.cache_salt
-        )
+        spec = self.spec
+        return sharers(tenant=spec.facts.tenant, group=spec.facts.share_cache, salt=spec.facts.cache_salt)
 
     @property
     def num_known_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far, whose KV the next attempt must have."""
-        return self._num_prompt_tokens + len(self.log.token_ids)
+        return self._num_prompt_tokens + len(self.tokens.token_ids)
 
     @property
     def expected_num_tokens(self) -> int:
@@ -139,12 +137,12 @@ class RunningAnswer:
     @property
     def num_new_tokens(self) -> int:
         """Tokens that came here, without those that the answer had before."""
-        return self.num_tokens - len(self.generation.emitted_token_ids)
+        return self.num_tokens - len(self.spec.emitted_token_ids)
 
     @property
     def ttft_s(self) -> float:
         """From arrival to the first token."""
-        return self._first_token_s - self.generation.arrived_s
+        return self._first_token_s - self.spec.arrived_s
 
     @property
     def tpot_s(self) -> float:
@@ -163,15 +161,15 @@ class RunningAnswer:
     def next_order(self) -> SequenceOrder:
         """Returns what the next attempt's workers must know: prompt and everything the client has."""
         self.attempt_number += 1
-        generation = self.generation
+        spec = self.spec
         return SequenceOrder(
-            key=AttemptKey(generation.request_id, self.attempt_number),
-            prompt_token_ids=generation.prompt_token_ids,
-            emitted_token_ids=tuple(self.log.token_ids),
-            sampling=generation.sampling,
-            eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
-            deadline=generation.deadline,
-            trace=generation.span.for_attempt(),
+            key=AttemptKey(spec.request_id, self.attempt_number),
+            prompt_token_ids=spec.prompt_token_ids,
+            emitted_token_ids=tuple(self.tokens.token_ids),
+            sampling=spec.sampling,
+            eos_token_ids=() if spec.sampling.ignore_eos else spec.eos_token_ids,
+            deadline=spec.deadline,
+            trace=spec.span.for_attempt(),
             cache_salt=self.cache_salt,
             service_class=self.queue_entry.service_class,
         )
@@ -208,8 +206,8 @@ class RunningAnswer:
 
     def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
         """Returns the next try, on this decode worker."""
-        order, mailbox, log = self.next_order(), self.mailbox, self.log
-        return Attempt(order, decode=decode, mailbox=mailbox, log=log, giver=giver, watch=watch)
+        order = self.next_order()
+        return Attempt(order, decode=decode, mailbox=self.mailbox, tokens=self.tokens, giver=giver, watch=watch)
 
     def note_failure(self, attempt: Attempt | None, *, is_alone: bool = False) -> Strike | None:
         """Counts a failed attempt, and notes which workers to avoid and which one still has the prompt's pages.
@@ -217,11 +215,11 @@ class RunningAnswer:
         `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
         """
         self.num_failures += 1
-        if self.log.next_index > self._num_tokens_at_failure:
+        if self.tokens.next_index > self._num_tokens_at_failure:
             self.num_failures_in_row = 0
             self.strikes.clear()
         self.num_failures_in_row += 1
-        self._num_tokens_at_failure = self.log.next_index
+        self._num_tokens_at_failure = self.tokens.next_index
         if attempt is None:
             return None
         if attempt.prefill is not None and attempt.prompt_done_at_s is not None:
@@ -243,9 +241,9 @@ class RunningAnswer:
         self.bookings.leave()
         if self.attempt is not None:
             self.attempt.close()
-        totals = self.generation.totals
-        if self.generation.choice in totals.placed:
-            totals.placed.discard(self.generation.choice)
+        totals = self.spec.totals
+        if self.spec.choice in totals.placed:
+            totals.placed.discard(self.spec.choice)
             totals.waiting_since_s = self._clock.monotonic()
 
     def count_as_running(self) -> int:
@@ -260,7 +258,7 @@ class RunningAnswer:
         """
         self.must_queue = False
         self.bookings.note_admitted()
-        self.generation.totals.placed.add(self.generation.choice)
+        self.spec.totals.placed.add(self.spec.choice)
         if not self.bound_to:
             self.identity = identity
         if not self._placed_s:
@@ -281,8 +279,8 @@ class RunningAnswer:
             reason = self._reason_of(taken)
             token_ids = token_ids[: taken.num_tokens]
             logprobs = None if logprobs is None else logprobs[: taken.num_tokens]
-        elif reason is not None or self.log.is_full:
-            # A full log needs no word from the worker, which may have died right after its last token.
+        elif reason is not None or self.tokens.is_full:
+            # A full answer needs no word from the worker, which may have died right after its last token.
             reason = reason or "length"
             text += self._text.finish()
         self.num_tokens += taken.num_tokens
@@ -313,13 +311,13 @@ class RunningAnswer:
         self.num_tokens = taken.num_tokens
         if taken.is_stopped:
             self.finish_reason = self._reason_of(taken)
-        elif self.log.is_full:
+        elif self.tokens.is_full:
             self.finish_reason = "length"
             self._unsent_text = self._text.finish()
 
     def _reason_of(self, taken: Taken) -> FinishReason:
         """Returns `length` for an answer whose form a stop text has left incomplete, else `stop`."""
-        form = self.generation.sampling.form
+        form = self.spec.sampling.form
         return "length" if taken.is_cut and form is not None and not form.may_be_text else "stop"
 
     def _note_token_time(self) -> None:
@@ -330,19 +328,19 @@ class RunningAnswer:
         self._last_token_s = now_s
 
     def _usage(self, attempt: Attempt | None) -> Usage:
-        generation = self.generation
+        spec = self.spec
         handed_off = attempt.handed_off if attempt is not None else None
         return Usage(
-            prompt_tokens=len(generation.prompt_token_ids),
-            cached_tokens=self.log.num_cached_tokens,
+            prompt_tokens=len(spec.prompt_token_ids),
+            cached_tokens=self.tokens.num_cached_tokens,
             completion_tokens=self.num_tokens,
-            queue_s=max(0.0, self._placed_s - generation.arrived_s),
+            queue_s=max(0.0, self._placed_s - spec.arrived_s),
             prefill_s=max(0.0, self._first_token_s - self._placed_s),
             transfer_s=handed_off.exposed_s if handed_off is not None else 0.0,
             decode_s=self._last_token_s - self._first_token_s,
         )
 
 
-def _num_prompt_logprobs(generation: AnswerSpec) -> int:
+def _num_prompt_logprobs(spec: AnswerSpec) -> int:
     """Returns the tokens of the prompt that are reported; the first one has no probability."""
-    return 0 if generation.sampling.prompt_logprobs is None else len(generation.prompt_token_ids) - 1
+    return 0 if spec.sampling.prompt_logprobs is None else len(spec.prompt_token_ids) - 1

@@ -71,7 +71,7 @@ class Attempt:
         *,
         decode: DecodeSession,
         mailbox: Mailbox,
-        log: TokenLog,
+        tokens: TokenLog,
         watch: AttemptWatch,
         giver: Giver | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Attempt:
         )
         self._giver = giver
         self._mailbox = mailbox
-        self._log = log
+        self._tokens = tokens
         self._spare_prefills: list[PrefillSession] = []
         self._is_local = False
         """Whether the decode worker computes the prompt itself."""
@@ -106,7 +106,7 @@ class Attempt:
         """The workers from which a token has come."""
         self._held: list[Event] = []
         """The decode worker's events that wait until the prefill worker's token has come."""
-        self._arrived = Arrived(log.next_index)
+        self._arrived = Arrived(tokens.next_index)
         self._ended_by: TandemError | None = None
 
     async def admit(self, *, is_local_prefill: bool) -> None:
@@ -167,10 +167,10 @@ class Attempt:
     def take_arrived(self) -> Arrived:
         """Returns what the events in the mailbox bring. Raises CrowdedOut, or the error that ended the attempt.
 
-        Tokens that came before the error are given first: they are in the log, so no later attempt sends them again.
+        Tokens that came before the error are given first: the answer has them, so no later attempt sends them again.
         """
         if self._ended_by is None:
-            self._arrived = Arrived(len(self._log.token_ids))
+            self._arrived = Arrived(len(self._tokens.token_ids))
             try:
                 self._take_all(self._mailbox.events)
             except TandemError as error:
@@ -314,7 +314,7 @@ class Attempt:
                 raise
 
     def _take_decoded(self, event: Emitted) -> None:
-        if self.prefill in self._at and (self._held or event.first_index > self._log.next_index):
+        if self.prefill in self._at and (self._held or event.first_index > self._tokens.next_index):
             self._held.append(event)
         else:
             self.token_sources.add(self.decode)
@@ -335,14 +335,14 @@ class Attempt:
         self._follow(Sign.DECODE)
 
     def _take_pause(self, event: Paused) -> None:
-        if event.num_tokens != self._log.next_index:
+        if event.num_tokens != self._tokens.next_index:
             raise TransferFailed("a worker stopped at another token than the last one it sent")
         self._follow(Sign.PAUSED)
 
     def _take_prompt_start(self, event: PrefillStarted) -> None:
         self._follow(Sign.BEGIN)
         self.facts.prefill_started = event
-        self._log.note_prefill(event.num_cached_tokens)
+        self._tokens.note_prefill(event.num_cached_tokens)
 
     def _take_remote_prompt_start(self, event: PrefillStarted) -> None:
         self._take_prompt_start(event)
@@ -432,7 +432,7 @@ class Attempt:
             FROM_DECODE[type(event)](self, event)
 
     def _accept(self, tokens: Emitted) -> None:
-        new = self._log.accept(tokens)
+        new = self._tokens.accept(tokens)
         self._arrived.token_ids += new.token_ids
         if new.logprobs is not None:
             self._arrived.logprobs = (self._arrived.logprobs or []) + new.logprobs

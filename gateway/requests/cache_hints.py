@@ -26,7 +26,7 @@ class CacheHints:
     def cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
         """Returns worker id → tokens from the prompt's start whose pages it has. Workers without any are left out."""
         cached: dict[str, int] = {}
-        for layout in self._topology.cache_layouts(request.generation.model):
+        for layout in self._topology.cache_layouts(request.spec.model):
             page_size = layout[1]
             for worker_id, num_pages in self._view.longest(self._keys(request, layout)).items():
                 cached[worker_id] = max(cached.get(worker_id, 0), num_pages * page_size)
@@ -35,7 +35,7 @@ class CacheHints:
     def expect(self, request: RunningAnswer, route: Route) -> None:
         """Notes the request's route, so that the next requests with the same prefix know of it."""
         views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
-        for layout in self._topology.cache_layouts(request.generation.model):
+        for layout in self._topology.cache_layouts(request.spec.model):
             for view in views:
                 if view.page_size == layout[1]:
                     self._view.expect(view.worker_id, self._keys(request, layout), ttl_s=EXPECTED_S)
@@ -48,6 +48,6 @@ class CacheHints:
         keys = request.page_keys.get(layout)
         if keys is None:
             salt = cache_salt(model=layout[0], tenant=request.cache_salt)
-            keys = page_keys(request.generation.prompt_token_ids, salt=salt, page_size=layout[1])
+            keys = page_keys(request.spec.prompt_token_ids, salt=salt, page_size=layout[1])
             request.page_keys[layout] = keys
         return keys

@@ -216,7 +216,7 @@ class AcceptedCall:
 
     def __init__(
         self,
-        generations: list[AnswerSpec],
+        specs: list[AnswerSpec],
         *,
         request_id: str,
         model: str,
@@ -225,9 +225,9 @@ class AcceptedCall:
         close: Callable[[], None],
         ticket: TenantTicket | None = None,
     ) -> None:
-        self.generations = generations
+        self.specs = specs
         self.request_id = request_id
-        self.facts = generations[0].facts
+        self.facts = specs[0].facts
         self.model = self.asked_model = model
         self.fallback = fallback
         self.fallbacks: tuple[str, ...] = ()
@@ -246,14 +246,12 @@ class AcceptedCall:
 
     def to_stored(self) -> StoredCall:
         """Returns the call as `Requests.adopt` takes it, without any token that came after it was accepted."""
-        first = self.generations[0]
+        first = self.specs[0]
         return StoredCall(
             request_id=self.request_id,
             choices=[
-                StoredChoice(
-                    generation.prompt_token_ids, generation.sampling, generation.emitted_token_ids, generation.layout
-                )
-                for generation in self.generations
+                StoredChoice(spec.prompt_token_ids, spec.sampling, spec.emitted_token_ids, spec.layout)
+                for spec in self.specs
             ],
             facts=self.facts,
             model=self.model,
@@ -264,10 +262,10 @@ class AcceptedCall:
             traceparent=self.span.told_traceparent,
         )
 
-    def fall_back(self, generations: list[AnswerSpec], fallback: str) -> None:
-        """Takes the answers of another model; none of the earlier generations has given a token."""
-        self.generations = generations
-        self.model = generations[0].model
+    def fall_back(self, specs: list[AnswerSpec], fallback: str) -> None:
+        """Takes the answers of another model; none of the earlier ones has given a token."""
+        self.specs = specs
+        self.model = specs[0].model
         self.fallback = fallback
         self.span.add_event("fallback", {"tandem.fallback": fallback})
 
@@ -288,9 +286,9 @@ class AcceptedCall:
 
     def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:
         """Settles with the tenant, which a call costs nothing that was never begun, or refused for want of room."""
-        totals = self.generations[0].totals
+        totals = self.specs[0].totals
         is_refused = isinstance(error, Overloaded | WorkerUnavailable) and not totals.new_tokens
-        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        prompts = {id(spec.prompt_token_ids): spec.prompt_token_ids for spec in self.specs}
         ticket.leave(
             num_prompt_tokens=0 if self.is_resumed else sum(map(len, prompts.values())),
             num_new_tokens=totals.new_tokens,
@@ -299,16 +297,16 @@ class AcceptedCall:
 
     def _described(self) -> dict[str, Value]:
         """Returns the request as OpenTelemetry's conventions for generative AI tell it; texts are no part of it."""
-        first = self.generations[0]
+        first = self.specs[0]
         sampling, totals = first.sampling, first.totals
-        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        prompts = {id(spec.prompt_token_ids): spec.prompt_token_ids for spec in self.specs}
         said: dict[str, Value] = {
             "gen_ai.operation.name": self.facts.operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.id": self.request_id,
             "gen_ai.response.id": self.request_id,
             "gen_ai.request.model": self.asked_model,
-            "gen_ai.request.choice.count": len(self.generations),
+            "gen_ai.request.choice.count": len(self.specs),
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,

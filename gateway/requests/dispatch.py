@@ -142,8 +142,8 @@ class Dispatcher:
         No request behind it may take these while it waits. Prefill workers need no such care: what waits there counts
         by class, so a worker that is too busy for the request is too busy for those behind it as well.
         """
-        generation = request.generation
-        return self._topology.decode_ids(generation.model, tenant=generation.facts.tenant, bound_to=request.bound_to)
+        spec = request.spec
+        return self._topology.decode_ids(spec.model, tenant=spec.facts.tenant, bound_to=request.bound_to)
 
     def book(self, request: RunningAnswer, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -162,30 +162,28 @@ class Dispatcher:
 
         An answer that has tokens continues on workers whose next tokens are the same.
         """
-        generation = request.generation
+        spec = request.spec
         num_known = request.num_known_tokens
         prompt = (request.queue_entry.service_class, num_known)
-        usual = self._topology.usual_speeds(generation.model)
-        decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
+        usual = self._topology.usual_speeds(spec.model)
+        decodes = self._usable(self._topology.decode_views(spec.model, prompt=prompt), usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         if request.bound_to:
             decodes = decodes.only(self.allowed(request))
-        prefills = self._usable(
-            self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
-        )
+        prefills = self._usable(self._topology.prefill_views(spec.model, prompt=prompt), usual.prefill, usual.decode)
         wanted = RouteRequest(
             num_prompt_tokens=num_known,
             max_new_tokens=max(1, request.max_num_tokens - num_known),
-            tenant=generation.facts.tenant,
+            tenant=spec.facts.tenant,
             region=self._region,
-            affinity_key=generation.facts.affinity_key,
+            affinity_key=spec.facts.affinity_key,
             cached_tokens=self._cached_tokens(request),
-            kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
-            prefill=generation.wishes.prefill or self._prefill_choice(),
+            kv_bytes_per_token=self._topology.kv_bytes_per_token(spec.model),
+            prefill=spec.wishes.prefill or self._prefill_choice(),
         )
         routes = self._router.route(
-            wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
+            wanted, prefills, decodes, fits=self._fits(spec.model), now_s=self._clock.monotonic()
         )
         paired = {decode for _, decode in request.avoided_pairs}
         tried_at = self._tried_at(request)
@@ -195,7 +193,7 @@ class Dispatcher:
             routes,
             key=lambda route: (
                 route.decode.incarnation in tried_at,
-                self._has_no_way_to(generation.model, route.decode),
+                self._has_no_way_to(spec.model, route.decode),
                 route.decode.incarnation in request.avoided,
                 route.decode.incarnation in paired,
             ),
@@ -229,10 +227,10 @@ class Dispatcher:
 
     def new_watch(self, request: RunningAnswer, decode: WorkerView) -> AttemptWatch:
         """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
-        usual = self._topology.usual_speeds(request.generation.model)
+        usual = self._topology.usual_speeds(request.spec.model)
         num_sequences = max(decode.num_requests, decode.num_running) + 1
         token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
-        num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.generation.model)
+        num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.spec.model)
         handoff_s = usual.link.time_s(num_bytes)
         watch = AttemptWatch(self.watch, decode.worker_id, token_s=token_s, handoff_s=handoff_s)
         prompt_s = usual.local.time_s(decode.waiting_tokens + request.num_known_tokens)
@@ -242,7 +240,7 @@ class Dispatcher:
     def watch_prompt(self, request: RunningAnswer, route: Route, attempt: Attempt) -> None:
         """Notes that the attempt's workers are about to compute the prompt."""
         worker_id = (attempt.prefill or attempt.decode).peer.worker_id
-        usual = self._topology.usual_speeds(request.generation.model)
+        usual = self._topology.usual_speeds(request.spec.model)
         speed = usual.prefill if route.is_remote else usual.local
         views = route.prefills if route.is_remote else (route.decode,)
         waiting = next((view.waiting_tokens for view in views if view.worker_id == worker_id), 0)
@@ -296,18 +294,18 @@ class Dispatcher:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
             self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
 
-    def least_service_s(self, generation: AnswerSpec) -> float:
+    def least_service_s(self, spec: AnswerSpec) -> float:
         """Returns the least time that an answer takes once workers have taken it, if they had no other work."""
-        sampling = generation.sampling
+        sampling = spec.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
-        speeds = self._topology.usual_speeds(generation.model).decodes
-        steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
-        return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
+        speeds = self._topology.usual_speeds(spec.model).decodes
+        steps = (speed.step_s(1, len(spec.prompt_token_ids)) for speed in speeds)
+        return min(steps, default=0.0) * max(0, num_new_tokens - len(spec.emitted_token_ids))
 
-    def prompt_s(self, generation: AnswerSpec) -> float:
+    def prompt_s(self, spec: AnswerSpec) -> float:
         """Returns the time to compute an answer's whole prompt on a usual worker, without what each step costs."""
-        speed = self._topology.usual_speeds(generation.model).prefill
-        return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
+        speed = self._topology.usual_speeds(spec.model).prefill
+        return speed.time_s(len(spec.prompt_token_ids)) - speed.overhead_s
 
     def has_room(self, request: RunningAnswer, route: Route) -> bool:
         """Returns whether a route's workers would begin with the request soon."""
@@ -331,12 +329,12 @@ class Dispatcher:
         return {worker.peer.incarnation for worker in workers}
 
     def _cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
-        if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:
+        if request.spec.sampling.prompt_logprobs is not None and not request.tokens.next_index:
             return {}  # All of the prompt is computed.
         cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
-        for worker_id in self._topology.prefill_ids(request.generation.model) if request.is_resumed else ():
+        for worker_id in self._topology.prefill_ids(request.spec.model) if request.is_resumed else ():
             if request.has_kept_prompt(self._topology.prefill_session(worker_id).peer):
-                cached[worker_id] = len(request.generation.prompt_token_ids)
+                cached[worker_id] = len(request.spec.prompt_token_ids)
         return cached
 
     def _fits(self, model: str) -> Fits | None:

@@ -69,7 +69,7 @@ class Failover:
         request.close_attempt()
         self._metrics.retries.inc()
         reason = {"attempt": request.attempt_number, "reason": failure.message}
-        logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
+        logger.warning("attempt failed", extra={"request_id": request.spec.request_id, **reason})
         if attempt is not None and attempt.is_move and not attempt.is_decoding:
             return  # It ran well where it was, so the request has nothing to do with it.
         strike = request.note_failure(attempt, is_alone=request in self._dispatcher.on_trial)

@@ -35,7 +35,7 @@ FALLS_BACK = (Overloaded, WorkerUnavailable)
 class Runs(Protocol):
     """What generates answers; `Requests` is one."""
 
-    def run(self, generation: AnswerSpec, fast_path: FastPath | None = None) -> Stream:
+    def run(self, spec: AnswerSpec, fast_path: FastPath | None = None) -> Stream:
         """Generates one answer."""
         ...
 
@@ -60,22 +60,22 @@ class Runs(Protocol):
 async def begun(
     runs: Runs,
     accepted: AcceptedCall,
-    generations: Sequence[AnswerSpec],
+    specs: Sequence[AnswerSpec],
     *,
     fast_paths: Sequence[FastPath] = (),
     clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[list[Stream]]:
-    """A stream for each of the generations, which are the call's; leaving the block ends them.
+    """A stream for each of the specs, which are the call's; leaving the block ends them.
 
     From then on `accepted` says which model they come from. `fast_paths` has one of each answer, or is empty; nothing
     may be set to take their deltas before the block is entered. Raises what `Requests.run` raises.
     """
     if not accepted.fallbacks:
-        yield _streams(runs, generations, fast_paths)
+        yield _streams(runs, specs, fast_paths)
         return
     asked, first_failure = accepted.model, None
     while True:
-        starts = [_Start(stream) for stream in _streams(runs, generations, fast_paths)]
+        starts = [_Start(stream) for stream in _streams(runs, specs, fast_paths)]
         try:
             refusal = await _refusal(runs, accepted, starts, clock)
             if refusal is None:
@@ -86,14 +86,14 @@ async def begun(
         first_failure = first_failure or refusal.failure
         if refusal.instead is None:
             raise first_failure
-        generations = refusal.instead
+        specs = refusal.instead
         reason = "unavailable" if isinstance(first_failure, WorkerUnavailable) else "overloaded"
-        accepted.fall_back(refusal.instead, f"{asked} -> {generations[0].model}; reason={reason}")
+        accepted.fall_back(refusal.instead, f"{asked} -> {specs[0].model}; reason={reason}")
         runs.note_fallback(asked, accepted.model, reason)
 
 
-def _streams(runs: Runs, generations: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
-    return [runs.run(*each) for each in itertools.zip_longest(generations, fast_paths)]
+def _streams(runs: Runs, specs: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
+    return [runs.run(*each) for each in itertools.zip_longest(specs, fast_paths)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"
     """Waits until one answer has begun (None), or another model should be asked."""
     is_served = runs.is_served(accepted.model)
     after_s = runs.fallback_after_s(accepted.model) if is_served else 0.0
-    totals = accepted.generations[0].totals
+    totals = accepted.specs[0].totals
     firsts = [start.first for start in starts]
     while True:
         since_s = clock.monotonic() if totals.placed else totals.waiting_since_s

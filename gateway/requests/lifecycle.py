@@ -151,10 +151,10 @@ class Requests:
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
         """Returns the call's answers for the next of its models that can take them, or None."""
-        generations = await self._accepting.fall_back(accepted)
-        if generations is not None:
-            self.log.add(accepted.generations[0].request_id, [one.request_id for one in generations])
-        return generations
+        specs = await self._accepting.fall_back(accepted)
+        if specs is not None:
+            self.log.add(accepted.specs[0].request_id, [one.request_id for one in specs])
+        return specs
 
     def fallback_after_s(self, model: str) -> float:
         """Returns how long a call that may fall back waits for a worker of this model."""
@@ -189,16 +189,16 @@ class Requests:
         for request in self._open:
             request.fail(error)
 
-    async def run(self, generation: AnswerSpec, fast_path: FastPath | None = None) -> AsyncGenerator[Delta, None]:
+    async def run(self, spec: AnswerSpec, fast_path: FastPath | None = None) -> AsyncGenerator[Delta, None]:
         """Generates one answer. Use with `contextlib.aclosing`: leaving early cancels it on the workers.
 
         `fast_path` may take deltas. Raises Overloaded, WorkerUnavailable, DeadlineExceeded or the last attempt's error.
         """
-        lane = self._placing.lane(generation.model, generation.facts.tenant)
-        entry = self._placing.entry(generation, lane)
-        request = RunningAnswer(generation, self.new_text(generation), self._clock, queue_entry=entry, lane=lane)
+        lane = self._placing.lane(spec.model, spec.facts.tenant)
+        entry = self._placing.entry(spec, lane)
+        request = RunningAnswer(spec, self.new_text(spec), self._clock, queue_entry=entry, lane=lane)
         observer = AnswerObserver(request, self._sinks)
-        timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
+        timer = asyncio.get_running_loop().call_later(spec.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
         self._open[request] = observer
         try:
@@ -238,12 +238,12 @@ class Requests:
             self.num_running -= request.is_running
             observer.ended(request, error)
 
-    def new_text(self, generation: AnswerSpec) -> AnswerText:
+    def new_text(self, spec: AnswerSpec) -> AnswerText:
         """Returns what turns the answer's tokens into text, from its first token on."""
-        sampling = generation.sampling
-        ends = () if sampling.ignore_eos else generation.eos_token_ids
+        sampling = spec.sampling
+        ends = () if sampling.ignore_eos else spec.eos_token_ids
         return AnswerText(
-            self.catalog[generation.model].tokenizer.detokenizer(),
+            self.catalog[spec.model].tokenizer.detokenizer(),
             stop_texts=sampling.stop,
             stop_token_ids=frozenset((*sampling.stop_token_ids, *ends)),
             min_tokens=sampling.min_tokens,
@@ -310,14 +310,14 @@ class Requests:
             counts[*whose, "queued"] += num_waiting
         for request in self._open:
             if request.is_running:
-                counts[request.generation.model, request.generation.facts.service_class, "running"] += 1
+                counts[request.spec.model, request.spec.facts.service_class, "running"] += 1
         return counts
 
     def _follow(self, accepted: AcceptedCall) -> AcceptedCall:
         """Has a line written for the call when it ends."""
-        first = accepted.generations[0]
+        first = accepted.specs[0]
         opened = self.log.open(
-            [generation.request_id for generation in accepted.generations],
+            [spec.request_id for spec in accepted.specs],
             arrived_s=first.arrived_s,
             service_class=first.facts.service_class,
             tenant=first.facts.tenant,
@@ -345,7 +345,7 @@ class Requests:
 
 
 def _facts(accepted: AcceptedCall) -> CallFacts:
-    first = accepted.generations[0]
+    first = accepted.specs[0]
     return CallFacts(
         accepted.request_id,
         accepted.span.traceparent,
@@ -353,5 +353,5 @@ def _facts(accepted: AcceptedCall) -> CallFacts:
         first.facts.service_class,
         first.facts.tenant,
         accepted.fallback,
-        tuple(generation.request_id for generation in accepted.generations),
+        tuple(spec.request_id for spec in accepted.specs),
     )

@@ -12,10 +12,10 @@ from services.runtime.errors import TandemError
 
 
 class Mailbox:
-    """Events of one answer on their way from the sessions to the task that runs it; `log` has its tokens."""
+    """Events of one answer on their way from the sessions to the task that runs it; `tokens` are those that it has."""
 
-    def __init__(self, log: TokenLog) -> None:
-        self.num_left = log.num_left
+    def __init__(self, tokens: TokenLog) -> None:
+        self.num_left = tokens.num_left
         self.events: deque[tuple[WorkerSession, Event]] = deque()
         """The events that wait, to be taken from the left."""
         self._error: TandemError | None = None

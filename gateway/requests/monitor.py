@@ -109,8 +109,8 @@ class Monitor:
         handoff_s = usual.link.time_s(NUM_PROMPT_TOKENS * self._topology.kv_bytes_per_token(model))
         limit_s = LEAST_LIMIT_S + LIMIT_FACTOR * (prompt_s + handoff_s + NUM_TOKENS * token_s)
         watch = AttemptWatch(self._watch, decode.peer.worker_id, token_s=token_s, handoff_s=handoff_s)
-        log = TokenLog(NUM_TOKENS)
-        attempt = Attempt(self._order(limit_s), decode=decode, mailbox=Mailbox(log), log=log, watch=watch)
+        tokens = TokenLog(NUM_TOKENS)
+        attempt = Attempt(self._order(limit_s), decode=decode, mailbox=Mailbox(tokens), tokens=tokens, watch=watch)
         watch.sent(worker_id, prompt_s + NUM_TOKENS * token_s)
         try:
             async with asyncio.timeout(limit_s):

@@ -65,17 +65,17 @@ class AnswerObserver:
     )
 
     def __init__(self, request: RunningAnswer, sinks: Sinks) -> None:
-        generation = request.generation
+        spec = request.spec
         self.state = State.QUEUED
-        self.spans: AnswerSpans | None = generation.span.answer(generation.choice, generation.model)
+        self.spans: AnswerSpans | None = spec.span.answer(spec.choice, spec.model)
         self.trace: AnswerTrace = sinks.log.trace(
-            generation.request_id,
-            arrived_s=generation.arrived_s,
-            service_class=generation.facts.service_class,
-            tenant=generation.facts.tenant,
+            spec.request_id,
+            arrived_s=spec.arrived_s,
+            service_class=spec.facts.service_class,
+            tenant=spec.facts.tenant,
         )
         self._sinks = sinks
-        self._figures = sinks.metrics.of(generation.model, generation.facts.service_class)
+        self._figures = sinks.metrics.of(spec.model, spec.facts.service_class)
         self._attempt: Attempt | None = None
         """The last attempt that was heard of."""
         self._steady: Attempt | None = None
@@ -88,21 +88,21 @@ class AnswerObserver:
         """It stands in the queue, behind `num_ahead` others."""
         self._place(request, State.QUEUED)
         if self.spans is not None:
-            self.spans.waits(num_ahead=num_ahead, service_class=request.generation.facts.service_class)
+            self.spans.waits(num_ahead=num_ahead, service_class=request.spec.facts.service_class)
 
     def admitted(
         self, request: RunningAnswer, attempt: Attempt, route: Route, *, asked_s: float, queue_delay_s: float | None
     ) -> None:
         """Workers took it, after they were asked at `asked_s`. `queue_delay_s` is the wait that was predicted."""
-        generation, trace, metrics = request.generation, self.trace, self._sinks.metrics
+        spec, trace, metrics = request.spec, self.trace, self._sinks.metrics
         if attempt.prefill is not None:
             metrics.note_sent("prefill", attempt.prefill.peer.worker_id)
         metrics.note_sent("decode", attempt.decode.peer.worker_id)
         if not trace.num_attempts:
-            queue_s = self._sinks.clock.monotonic() - generation.arrived_s
-            metrics.note_placed(generation.model, generation.facts.service_class, queue_s)
+            queue_s = self._sinks.clock.monotonic() - spec.arrived_s
+            metrics.note_placed(spec.model, spec.facts.service_class, queue_s)
         elif request.num_failures > self._num_placed_failures:
-            metrics.note_failover(generation.model)
+            metrics.note_failover(spec.model)
         self._num_placed_failures = request.num_failures
         self._attempt = attempt
         trace.num_attempts += 1
@@ -114,7 +114,7 @@ class AnswerObserver:
             route,
             rival_of(request.routes, route),
             prefill=attempt.prefill.peer.worker_id if attempt.prefill is not None else "",
-            began_us=round((asked_s - generation.arrived_s) * 1e6),
+            began_us=round((asked_s - spec.arrived_s) * 1e6),
             placed_us=trace.waterfall.steps[-1][1],
         )
         self._place(request, State.ADMITTED)
@@ -179,20 +179,20 @@ class AnswerObserver:
 
     def ended(self, request: RunningAnswer, error: BaseException | None) -> None:
         """It is over, however it ended."""
-        generation = request.generation
+        spec = request.spec
         outcome = _outcome(error)
         self._place(request, outcome)
-        new_tokens, cached_tokens = request.num_new_tokens, request.log.num_cached_tokens
-        prompt_tokens, finish_reason = len(generation.prompt_token_ids), request.finish_reason or ""
-        generation.totals.add(
+        new_tokens, cached_tokens = request.num_new_tokens, request.tokens.num_cached_tokens
+        prompt_tokens, finish_reason = len(spec.prompt_token_ids), request.finish_reason or ""
+        spec.totals.add(
             completion_tokens=request.num_tokens,
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
             finish_reason=finish_reason or outcome,
         )
         self._sinks.metrics.note_answer(
-            generation.model,
-            generation.facts.service_class,
+            spec.model,
+            spec.facts.service_class,
             prompt_tokens=prompt_tokens,
             tokens=new_tokens,
             finish_reason=finish_reason,
@@ -214,9 +214,9 @@ class AnswerObserver:
         if delta.first_index == 0:
             figures.ttft_s.observe(request.ttft_s)
             self._sinks.metrics.note_first_token(
-                request.generation.model,
-                prompt_tokens=len(request.generation.prompt_token_ids),
-                cached_tokens=request.log.num_cached_tokens,
+                request.spec.model,
+                prompt_tokens=len(request.spec.prompt_token_ids),
+                cached_tokens=request.tokens.num_cached_tokens,
             )
             if self.spans is not None:
                 self.spans.has_token()
@@ -231,16 +231,16 @@ class AnswerObserver:
 
     def _keep_promise(self, request: RunningAnswer, *, is_second: bool) -> None:
         """A token came whose time was predicted: the first, or the second."""
-        generation, story = request.generation, self.trace.story
-        seen_us = round((self._sinks.clock.monotonic() - generation.arrived_s) * 1e6)
+        spec, story = request.spec, self.trace.story
+        seen_us = round((self._sinks.clock.monotonic() - spec.arrived_s) * 1e6)
         if is_second:
             story.second_token_us = seen_us
             if self.spans is not None:
                 self.spans.has_second_token()
         attempt = story.predicted()
-        if attempt is not None and not generation.emitted_token_ids:
+        if attempt is not None and not spec.emitted_token_ids:
             seen_s = (seen_us - attempt.began_us) / 1e6
-            self._sinks.promises.note(generation.model, attempt, seen_s, is_second=is_second)
+            self._sinks.promises.note(spec.model, attempt, seen_s, is_second=is_second)
 
     def _enter(self, request: RunningAnswer, attempt: Attempt, phase: Phase, *, num_new: int) -> None:
         """The answer goes from one phase to another, which came with `num_new` tokens; a handoff may be done."""
@@ -266,7 +266,7 @@ class AnswerObserver:
             chunks=handed_off.chunks,
         )
         self._sinks.metrics.note_handoff(
-            request.generation.model,
+            request.spec.model,
             handed_off.transport,
             num_bytes=handed_off.num_bytes,
             exposed_s=handed_off.exposed_s,
@@ -282,13 +282,13 @@ class AnswerObserver:
         self.state = state
         attempt = request.attempt
         placement = Placement(
-            request.generation.request_id,
+            request.spec.request_id,
             max(1, request.attempt_number),
             state,
             self._sinks.incarnation,
             attempt.prefill.peer.worker_id if attempt and attempt.prefill else "",
             attempt.decode.peer.worker_id if attempt else "",
-            began_unix_ns=request.generation.arrived_unix_ns,
+            began_unix_ns=request.spec.arrived_unix_ns,
         )
         self._sinks.placements.post(placement)
 

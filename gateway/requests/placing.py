@@ -78,22 +78,22 @@ class Placing:
         self._lanes[model].add(lane)
         return lane
 
-    def entry(self, generation: AnswerSpec, lane: Lane) -> QueueEntry:
+    def entry(self, spec: AnswerSpec, lane: Lane) -> QueueEntry:
         """Returns what the queue knows of an answer."""
-        service_class, arrived_s = ServiceClass.from_name(generation.facts.service_class), generation.arrived_s
-        service_s, prompt_s = self._dispatcher.least_service_s(generation), self._dispatcher.prompt_s(generation)
-        targets = generation.wishes.targets
+        service_class, arrived_s = ServiceClass.from_name(spec.facts.service_class), spec.arrived_s
+        service_s, prompt_s = self._dispatcher.least_service_s(spec), self._dispatcher.prompt_s(spec)
+        targets = spec.wishes.targets
         return QueueEntry(
-            key=generation.request_id,
+            key=spec.request_id,
             service_class=service_class,
-            tenant=generation.facts.tenant,
-            cost_tokens=len(generation.prompt_token_ids) + generation.sampling.max_tokens,
+            tenant=spec.facts.tenant,
+            cost_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
             arrived_s=arrived_s,
-            deadline_s=generation.deadline.at_s,
+            deadline_s=spec.deadline.at_s,
             service_s=service_s,
-            level=generation.facts.priority,
+            level=spec.facts.priority,
             prompt_s=prompt_s,
-            due_s=due_s(generation, service_s=service_s, prompt_s=prompt_s),
+            due_s=due_s(spec, service_s=service_s, prompt_s=prompt_s),
             promised_s=lane.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s),
         )
 
@@ -120,7 +120,7 @@ class Placing:
 
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
-        model, lane, queue_entry = request.generation.model, request.lane, request.queue_entry
+        model, lane, queue_entry = request.spec.model, request.lane, request.queue_entry
 
         def is_decided() -> bool:
             return self._is_served(model) or not self._topology.is_away("decode", model)
@@ -146,9 +146,9 @@ class Placing:
         lane, entry = request.lane, request.queue_entry
         route = self._dispatcher.plan(request)
         if not request.is_resumed and not request.is_judged:
-            request.note_judged(lane.check(entry, route, own=request.generation.wishes.targets))
+            request.note_judged(lane.check(entry, route, own=request.spec.wishes.targets))
         was_refused = request.must_queue
-        may_go = request.is_resumed or not self._queues[request.generation.model].is_behind_others(entry)
+        may_go = request.is_resumed or not self._queues[request.spec.model].is_behind_others(entry)
         if not was_refused and may_go and self._take_room(request, route):
             attempt = await self._offer(request, observer)
             if attempt is not None:
@@ -163,7 +163,7 @@ class Placing:
                 attempt = await self._wait_in_queue(request, observer, patience, was_refused=was_refused)
                 if attempt is not None:
                     return attempt
-        request.generation.deadline.check()
+        request.spec.deadline.check()
         if self._is_stranded(request):
             what = "no worker came in time that has the weights and the arithmetic of the answer's beginning"
         elif request.is_resumed:
@@ -182,7 +182,7 @@ class Placing:
 
         Returns None when its patience is over, it is stranded, or it has to wait in another lane now.
         """
-        queue, entry, lane = self._queues[request.generation.model], request.queue_entry, self._lane_of(request)
+        queue, entry, lane = self._queues[request.spec.model], request.queue_entry, self._lane_of(request)
 
         def must_leave() -> bool:
             return self._is_stranded(request) or self._lane_of(request) is not lane
@@ -209,8 +209,8 @@ class Placing:
 
     def _lane_of(self, request: RunningAnswer) -> Lane:
         """Returns the lane in which it waits. An answer bound to certain workers holds up only others like it."""
-        generation, bound_to = request.generation, request.bound_to
-        return self.lane(generation.model, generation.facts.tenant, bound_to) if bound_to else request.lane
+        spec, bound_to = request.spec, request.bound_to
+        return self.lane(spec.model, spec.facts.tenant, bound_to) if bound_to else request.lane
 
     def _is_stranded(self, request: RunningAnswer) -> bool:
         """Returns whether it has tokens that no worker in rotation can continue with the same weights and arithmetic.
@@ -221,12 +221,12 @@ class Placing:
 
     def _patience(self, request: RunningAnswer) -> Deadline:
         """Returns the deadline of the request's wait for workers."""
-        generation = request.generation
+        spec = request.spec
         if request.is_resumed:
-            return generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
+            return spec.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
         if request.queue_entry.service_class == ServiceClass.BATCH:
-            return generation.deadline  # It takes what others leave, whenever that is.
-        return generation.deadline.sooner(Deadline(generation.arrived_s + self._policies.max_queue_wait_s, self._clock))
+            return spec.deadline  # It takes what others leave, whenever that is.
+        return spec.deadline.sooner(Deadline(spec.arrived_s + self._policies.max_queue_wait_s, self._clock))
 
     def _take_room(self, request: RunningAnswer, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: none is free, or it is kept for others."""
@@ -300,10 +300,10 @@ class Placing:
             self._dispatcher.release(request.attempt)
 
 
-def due_s(generation: AnswerSpec, *, service_s: float, prompt_s: float) -> float:
+def due_s(spec: AnswerSpec, *, service_s: float, prompt_s: float) -> float:
     """When an answer's turn should come by what its client said; `math.inf`: it said nothing."""
-    wishes, arrived_s = generation.wishes, generation.arrived_s
-    due_s = generation.deadline.at_s - service_s if generation.has_own_deadline else math.inf
+    wishes, arrived_s = spec.wishes, spec.arrived_s
+    due_s = spec.deadline.at_s - service_s if spec.has_own_deadline else math.inf
     if wishes.targets.ttft_s is not None:
         due_s = min(due_s, arrived_s + wishes.targets.ttft_s - prompt_s)
     if math.isinf(due_s) and wishes.patience_s is not None:

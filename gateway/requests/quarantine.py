@@ -111,7 +111,7 @@ class Quarantine:
 
     def check(self, request: RunningAnswer) -> None:
         """Raises Quarantined for a request that must not be computed."""
-        if len(self._known) and fingerprint_of(request.generation) in self._known:
+        if len(self._known) and fingerprint_of(request.spec) in self._known:
             raise Quarantined(QUARANTINED)
 
     async def hear_out(self, attempt: Attempt) -> None:
@@ -173,9 +173,9 @@ class Quarantine:
 
     def _may_be_tried(self, request: RunningAnswer) -> bool:
         """Returns whether a worker is left for its trial, and no other request has waited longer for one."""
-        model = request.generation.model
-        ahead = next(other for other in self._awaiting_trial if other.generation.model == model)
-        on_trial = [other for other in self._dispatcher.on_trial if other.generation.model == model]
+        model = request.spec.model
+        ahead = next(other for other in self._awaiting_trial if other.spec.model == model)
+        on_trial = [other for other in self._dispatcher.on_trial if other.spec.model == model]
         # A request that did not wait for its trial keeps no other from having one.
         num_on_trial = sum(other.strikes[-1].is_fresh for other in on_trial if other.strikes)
         num_workers = [self._topology.num_ready(role, model) for role in ROLES]
@@ -187,7 +187,7 @@ class Quarantine:
 
     def _note_poison(self, request: RunningAnswer) -> None:
         self._metrics.quarantined.inc()
-        if fingerprint := fingerprint_of(request.generation):
+        if fingerprint := fingerprint_of(request.spec):
             self._known.add(fingerprint)
         for strike in request.strikes:
             for incarnation in strike.suspects:
@@ -219,7 +219,7 @@ class Quarantine:
             for name in strike.suspects:
                 death = self._deaths.setdefault(name, _Death(now_s))
                 if strike.is_alone:
-                    death.tried.add(request.generation.request_id)
+                    death.tried.add(request.spec.request_id)
 
     def _was_shared(self, strike: Strike) -> bool:
         """Returns whether two were tried at the same process, which happens where only one route exists."""
@@ -242,7 +242,7 @@ class Quarantine:
     async def _learn_who_died(self, request: RunningAnswer, suspects: frozenset[str]) -> None:
         """Waits until each suspect has spoken again or is known to be gone, at the latest by its silence."""
         heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
-        patience = request.generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
+        patience = request.spec.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
         changes = self._topology.changes()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience.remaining_s()), contextlib.aclosing(changes):
@@ -281,17 +281,17 @@ def _take_word(attempt: Attempt, word: Cancelled | Failed) -> None:
         attempt.suspect()
 
 
-def fingerprint_of(generation: AnswerSpec) -> str:
+def fingerprint_of(spec: AnswerSpec) -> str:
     """Returns 64 hex digits, equal for equal requests on every gateway, without the seed, which is usually drawn.
 
     It is empty where it cannot be made, with an error in the log: such a request escapes quarantine, but is not lost.
     """
-    sampling = msgspec.structs.replace(generation.sampling, seed=0)
-    named = (generation.model, list(generation.prompt_token_ids), sampling)
+    sampling = msgspec.structs.replace(spec.sampling, seed=0)
+    named = (spec.model, list(spec.prompt_token_ids), sampling)
     try:
         # Token ids are keys of a bias, and only keys that are text can be put in order.
         plain = msgspec.to_builtins(named, str_keys=True, order="sorted")
         return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        logger.error("a request has no fingerprint", exc_info=error, extra={"request_id": generation.request_id})
+        logger.error("a request has no fingerprint", exc_info=error, extra={"request_id": spec.request_id})
         return ""

@@ -41,7 +41,7 @@ def emitted(stored, token_ids):
 async def run(system, stored):
     requests = system.gateway.requests
     with requests.adopt(stored) as accepted:
-        async with contextlib.aclosing(requests.run(accepted.generations[0])) as deltas:
+        async with contextlib.aclosing(requests.run(accepted.specs[0])) as deltas:
             return [delta async for delta in deltas]
 
 
@@ -153,10 +153,10 @@ async def test_an_idempotency_key_stands_in_for_a_seed(make_system):
         for key, tenant in (("a", ""), ("a", "t"), ("b", ""), ("", "")):
             keyed = msgspec.structs.replace(call(), idempotency_key=key, tenant=tenant)
             with await system.gateway.requests.accept(keyed) as accepted:
-                seeds.append(accepted.generations[0].sampling.seed)
+                seeds.append(accepted.specs[0].sampling.seed)
         given = msgspec.structs.replace(call(seed=5), idempotency_key="a")
         with await system.gateway.requests.accept(given) as accepted:
-            assert accepted.generations[0].sampling.seed == 5
+            assert accepted.specs[0].sampling.seed == 5
     assert seeds[:3] == seeds[4:7]
     assert seeds[3] != seeds[7]
     assert len(set(seeds)) == 5
@@ -164,4 +164,4 @@ async def test_an_idempotency_key_stands_in_for_a_seed(make_system):
 
 def _generation(system, stored):
     with system.gateway.requests.adopt(stored) as accepted:
-        return accepted.generations[0]
+        return accepted.specs[0]

@@ -169,6 +169,6 @@ async def test_a_stored_call_goes_on_with_the_pages_that_it_began_with(make_syst
             packed = encode_call(accepted.to_stored(), created_unix_s=1)
         stored, _ = decode_call(packed, request_id=accepted.request_id)
         with system.gateway.requests.adopt(msgspec.structs.replace(stored, remaining_s=10.0)) as adopted:
-            async with contextlib.aclosing(system.gateway.requests.run(adopted.generations[0])) as deltas:
+            async with contextlib.aclosing(system.gateway.requests.run(adopted.specs[0])) as deltas:
                 assert [delta async for delta in deltas]
         assert salts_of(system)[-1] == sharers(tenant="one", group=group, salt=salt)

@@ -246,11 +246,9 @@ async def test_after_a_failure_a_prompt_that_was_not_reported_counts_as_computed
     system, pair, num_tokens, num_cached
 ):
     request = SimpleNamespace(
-        generation=SimpleNamespace(
-            model="tiny", sampling=SimpleNamespace(prompt_logprobs=0), prompt_token_ids=[10, 11, 12]
-        ),
+        spec=SimpleNamespace(model="tiny", sampling=SimpleNamespace(prompt_logprobs=0), prompt_token_ids=[10, 11, 12]),
         is_resumed=True,
-        log=SimpleNamespace(next_index=num_tokens),
+        tokens=SimpleNamespace(next_index=num_tokens),
         has_kept_prompt=lambda peer: True,
     )
     dispatcher = system.gateway.requests._dispatcher

@@ -44,10 +44,10 @@ def test_what_breaks_a_rule_is_named(name, value):
 
 
 def turn(wishes=NO_WISHES, *, deadline_s=600.0, is_own=False, service_s=2.0):
-    generation = SimpleNamespace(
+    spec = SimpleNamespace(
         wishes=wishes, arrived_s=100.0, deadline=SimpleNamespace(at_s=100 + deadline_s), has_own_deadline=is_own
     )
-    return due_s(generation, service_s=service_s, prompt_s=0.5) - 100.0
+    return due_s(spec, service_s=service_s, prompt_s=0.5) - 100.0
 
 
 def test_when_a_turn_is_due():

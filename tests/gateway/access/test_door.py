@@ -701,9 +701,9 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
         error_of(await post(second, "second"), 429)
         # What its client has not said again is known from the journal.
         (journal,) = set(second.gateway._journals._journals.values())
-        generation = journal.generations[0]
-        assert (generation.facts.service_class, generation.facts.affinity_key) == ("low", "a session")
-        assert (generation.facts.tenant, generation.model) == ("acme", "tiny")
+        spec = journal.specs[0]
+        assert (spec.facts.service_class, spec.facts.affinity_key) == ("low", "a session")
+        assert (spec.facts.tenant, spec.model) == ("acme", "tiny")
         script.gate.set()
         text = (await second_try).text
     assert '"finish_reason":"stop"' in text

@@ -55,7 +55,7 @@ class Told:
     """Answers that come as the test says; a `Delta` by itself goes to the fast path."""
 
     def __init__(self, *told, num_answers=1, start_id="", known=()):
-        self.generations = [type("Spec", (), {"prompt_token_ids": [5, 6, 7]}) for _ in range(num_answers)]
+        self.specs = [type("Spec", (), {"prompt_token_ids": [5, 6, 7]}) for _ in range(num_answers)]
         self.start_id = start_id
         self._told = told
         self._known = dict(known)
@@ -73,7 +73,7 @@ class Told:
         return Known(token_ids, "all" if has_all else "some", None)
 
     def usages(self):
-        return [(USAGE, [5, 6, 7]) for _ in self.generations]
+        return [(USAGE, [5, 6, 7]) for _ in self.specs]
 
 
 def delta(index, *token_ids, text="x", **fields):

@@ -37,9 +37,9 @@ def plain(*streams):
             yield each
 
     paths = [FastPath() for _ in streams]
-    generations = [SimpleNamespace(choice=number, prompt_token_ids=[5, 6, 7]) for number in range(len(streams))]
+    specs = [SimpleNamespace(choice=number, prompt_token_ids=[5, 6, 7]) for number in range(len(streams))]
     accepted = SimpleNamespace(
-        request_id="r", model="tiny", fallback="", span=SimpleNamespace(told_traceparent=""), generations=generations
+        request_id="r", model="tiny", fallback="", span=SimpleNamespace(told_traceparent=""), specs=specs
     )
     return _PlainAnswers(accepted, [run(*each) for each in zip(paths, streams, strict=True)], paths)
 

@@ -178,7 +178,7 @@ async def test_every_attempt_and_every_gateway_is_told(system):
     again, _ = decode_call(encode_call(stored, created_unix_s=1), request_id="named")
     assert again.choices[0].sampling == stored.choices[0].sampling
     with system.gateway.requests.adopt(msgspec.structs.replace(again, remaining_s=9.0)) as adopted:
-        assert adopted.generations[0].sampling.form == AnswerForm(PERSON_TEXT)
+        assert adopted.specs[0].sampling.form == AnswerForm(PERSON_TEXT)
     document = msgspec.to_builtins(stored)
     del document["choices"][0]["sampling"]["form"]
     older = msgspec.convert(document, StoredCall)

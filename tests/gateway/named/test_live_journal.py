@@ -30,7 +30,7 @@ def opened(call=None):
     call = call or stored()
     journal = Journal([], "mine", "", "digest")
     journal.open(call, [Answer() for _ in call.choices], 1000, name="name", owner="a" * 32)
-    journal.generations = [
+    journal.specs = [
         SimpleNamespace(choice=number, sampling=choice.sampling) for number, choice in enumerate(call.choices)
     ]
     return journal
@@ -119,7 +119,7 @@ def test_a_journal_that_another_one_has_replaced_is_not_written_again(changes):
 
 def test_a_settled_call_stays_with_its_model():
     journal = opened(stored(is_settled=False))
-    journal.settle(stored(is_settled=False, fallback="large -> tiny"), journal.generations)
+    journal.settle(stored(is_settled=False, fallback="large -> tiny"), journal.specs)
     call, created_unix_s = decode_call(journal.record.call, request_id="mine")
     assert (call.is_settled, call.fallback, created_unix_s) == (True, "large -> tiny", 1000)
     assert journal.call.is_settled

@@ -86,7 +86,7 @@ class FakeRequests:
             raise AlreadyExists("running")
         self.active.add((tenant, request_id))
         totals = Totals()
-        generations = [
+        specs = [
             AnswerSpec(
                 request_id=f"{request_id}.{number}",
                 choice=number,
@@ -105,25 +105,25 @@ class FakeRequests:
             for number, choice in enumerate(choices)
         ]
         return AcceptedCall(
-            generations,
+            specs,
             request_id=request_id,
             model="tiny",
             span=NO_TRACE,
             close=lambda: self.active.discard((tenant, request_id)),
         )
 
-    def new_text(self, generation):
-        return text_of(self.tokenizer, generation.sampling)
+    def new_text(self, spec):
+        return text_of(self.tokenizer, spec.sampling)
 
-    async def run(self, generation, fast_path=None):
+    async def run(self, spec, fast_path=None):
         """Begins after the emitted tokens, which must be the right ones."""
-        how = generation.sampling
+        how = spec.sampling
         answer = self.answer_of(how)
-        emitted = list(generation.emitted_token_ids)
+        emitted = list(spec.emitted_token_ids)
         assert answer[: len(emitted)] == emitted
         text = text_of(self.tokenizer, how)
         taken = text.push(emitted)
-        self.runs.append(generation)
+        self.runs.append(spec)
         self.num_running += 1
         try:
             index, reason = len(emitted), "stop" if taken.is_stopped else None
@@ -138,10 +138,10 @@ class FakeRequests:
                 index += len(part)
                 reason = "stop" if taken.is_stopped else "length" if index == len(answer) else None
                 logprobs = None if how.logprobs is None else [TokenLogprobs(-float(each), []) for each in part]
-                usage = None if reason is None else usage_of(len(generation.prompt_token_ids), index)
+                usage = None if reason is None else usage_of(len(spec.prompt_token_ids), index)
                 yield Delta(index - len(part), part, taken.text, logprobs, reason, usage)
             if index == len(emitted):
-                usage = usage_of(len(generation.prompt_token_ids), index)
+                usage = usage_of(len(spec.prompt_token_ids), index)
                 yield Delta(index, [], "", None, reason, usage)
         finally:
             self.num_running -= 1

@@ -78,7 +78,9 @@ class Scene:
         self.mailbox = Mailbox(self.log)
         order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), None)
         watch = AttemptWatch(WorkerWatch(SYSTEM_CLOCK), "decode-0", token_s=0.01)
-        self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, watch=watch, giver=giver)
+        self.attempt = Attempt(
+            order, decode=self.decode, mailbox=self.mailbox, tokens=self.log, watch=watch, giver=giver
+        )
 
     async def start(self):
         admit = self.attempt.admit(is_local_prefill=False)

@@ -63,11 +63,11 @@ class FakeModels:
     def fallback_after_s(self, model):
         return 0.001
 
-    async def run(self, generation, fast_path=None):
-        key = (generation.model, generation.choice)
+    async def run(self, spec, fast_path=None):
+        key = (spec.model, spec.choice)
         self.open.add(key)
         self.started.append(key)
-        behaviour = self.behaviours[generation.model][generation.choice]
+        behaviour = self.behaviours[spec.model][spec.choice]
         try:
             await asyncio.sleep(0)
             if behaviour in REFUSALS:
@@ -78,20 +78,20 @@ class FakeModels:
                 self.silent.add(key)
                 self.look()
                 await asyncio.Event().wait()
-            generation.totals.placed.add(generation.choice)
+            spec.totals.placed.add(spec.choice)
             await asyncio.sleep(0)
             if behaviour == "dies":
-                generation.totals.placed.discard(generation.choice)
+                spec.totals.placed.discard(spec.choice)
                 raise WorkerUnavailable("died")
             for index in range(NUM_TOKENS):
-                self.begun_by.append(generation.model)
-                yield Delta(index, [index], generation.model)
+                self.begun_by.append(spec.model)
+                yield Delta(index, [index], spec.model)
                 await asyncio.sleep(0)
         except TandemError:
-            self.failed.add(generation.model)
+            self.failed.add(spec.model)
             raise
         finally:
-            generation.totals.placed.discard(generation.choice)
+            spec.totals.placed.discard(spec.choice)
             self.open.discard(key)
             self.silent.discard(key)
             self.look()
@@ -104,7 +104,7 @@ class FakeModels:
             self.can_fall_back = bool(others)
             if name not in self.unable:
                 self.current = name
-                return generations_of(name, len(accepted.generations), self.now_s)
+                return generations_of(name, len(accepted.specs), self.now_s)
         self.look()
         return None
 
@@ -148,7 +148,7 @@ def accepted_call(num_choices, fallbacks):
 async def answer(models, accepted):
     """The models that the deltas came from, in order."""
     models.can_fall_back = bool(accepted.fallbacks)
-    async with begun(models, accepted, accepted.generations, clock=models) as streams:
+    async with begun(models, accepted, accepted.specs, clock=models) as streams:
         async with contextlib.aclosing(merged(streams)) as parts:
             return [delta.text async for _, delta in parts]
 
@@ -218,7 +218,7 @@ async def test_no_answer_mixes_models_and_none_is_left_behind(rows, unable):
 async def test_without_a_chain_nothing_is_begun_before_it_is_read():
     models = FakeModels({"m0": ["begins"]})
     accepted = accepted_call(1, ())
-    async with begun(models, accepted, accepted.generations) as (stream,):
+    async with begun(models, accepted, accepted.specs) as (stream,):
         await asyncio.sleep(0)
         assert not models.started
         assert [delta.text async for delta in stream] == ["m0"] * NUM_TOKENS
@@ -252,11 +252,11 @@ async def test_a_call_that_a_worker_has_taken_is_left_there_however_long_its_pro
     models.can_fall_back = True
     run, prompt_done = models.run, asyncio.Event()
 
-    async def takes_long(generation, fast_path):
-        if generation.choice == 0:
-            generation.totals.placed.add(0)
+    async def takes_long(spec, fast_path):
+        if spec.choice == 0:
+            spec.totals.placed.add(0)
             await prompt_done.wait()
-        async with contextlib.aclosing(run(generation)) as deltas:
+        async with contextlib.aclosing(run(spec)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -279,10 +279,10 @@ async def test_a_failure_after_the_first_token_is_not_answered_by_another_model(
     models = FakeModels({"m0": ["begins", "begins"], "m1": ["begins", "begins"]})
     run = models.run
 
-    async def breaks(generation, fast_path):
-        async with contextlib.aclosing(run(generation)) as deltas:
+    async def breaks(spec, fast_path):
+        async with contextlib.aclosing(run(spec)) as deltas:
             async for delta in deltas:
-                if delta.first_index == 1 and generation.choice == 1:
+                if delta.first_index == 1 and spec.choice == 1:
                     raise WorkerUnavailable("gone")
                 yield delta
 

@@ -18,7 +18,7 @@ async def test_a_call_that_is_over_is_freed_without_the_collector_of_cycles(make
     gc.disable()
     try:
         with await requests.accept(call) as accepted:
-            async with contextlib.aclosing(requests.run(accepted.generations[0])) as deltas:
+            async with contextlib.aclosing(requests.run(accepted.specs[0])) as deltas:
                 token_ids = [token_id async for delta in deltas for token_id in delta.token_ids]
         kept = [weakref.ref(accepted)]
         del accepted, deltas
