@@ -13,6 +13,8 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.redis_store import Store
+from services.runtime.breaker import Breaker
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import Overloaded, StoreUnavailable
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -503,7 +505,8 @@ async def test_without_redis_named_requests_work_on_their_gateway(make_system, w
     pair = GatedPair(answer, 6)
     system = await make_system()
     worker = await system.add(worker_type("decode", "decode-0", pair.decode))
-    system.gateway._store._breaker.try_begin = lambda: False
+    system.gateway._store._breaker = Breaker(first_open_s=1000.0)
+    system.gateway._store._breaker.trip(SYSTEM_CLOCK.monotonic())
     events = Events()
     await read(system, events, {"x-request-id": "a"}, stream_body(), num_tokens=4)
     await system.until(lambda: len(worker.cancelled) == 1)
@@ -584,7 +587,7 @@ async def test_resume_waits_for_a_redis_that_does_not_answer(make_system, worker
     async with grpc_channel(first) as one, grpc_channel(second) as other:
         await inference(one).GenerateUnary(grpc_request())
         await flushed(first)
-        second.gateway._store._breaker.ended(False)
+        second.gateway._store._breaker.trip(SYSTEM_CLOCK.monotonic())
         resume = inference_pb2.ResumeRequest(request_id="mine", next_index=3)
         rest = [part async for part in inference(other).Resume(resume)]
         assert [token for each in rest for token in each.token_ids] == answer[3:]

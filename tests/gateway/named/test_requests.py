@@ -22,7 +22,7 @@ from gateway.types import AskedSampling, Delta, TokenLogprobs, Usage
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
 from services.cluster.redis_store import Store
-from services.runtime.clock import Deadline
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -264,7 +264,7 @@ def test_whatever_happens_each_client_reads_the_one_answer(
                 with contextlib.suppress(Exception):
                     await world.stores[0]._client.flushdb()
             elif what == "redis away":
-                world.stores[gateway]._breaker.ended(False)
+                world.stores[gateway]._breaker.trip(SYSTEM_CLOCK.monotonic())
             elif what == "cancelled":
                 task = asyncio.ensure_future(client.read(journals))
                 await asyncio.sleep(number / 1000)
@@ -519,7 +519,7 @@ async def test_redis_away_is_no_reason_to_wait_or_to_fail(redis_url, model_token
 
 async def test_what_redis_did_not_take_at_once_is_written_before_any_token(world):
     world.requests[0].held_at = 0
-    world.stores[0]._breaker.ended(False)
+    world.stores[0]._breaker.trip(SYSTEM_CLOCK.monotonic())
     reading = asyncio.ensure_future(Client(lambda last: keyed(last=last)).read(world.journals[0]))
     async with asyncio.timeout(10):
         while not await world.stores[1]._client.keys(world.stores[1].keys.journal_prefix + "*"):  # noqa: ASYNC110 - across sockets

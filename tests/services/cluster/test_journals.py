@@ -20,6 +20,7 @@ from services.cluster.journals import (
     unpack,
 )
 from services.cluster.redis_store import Store
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable
 
 NAME, OTHER_NAME = "a" * 32, "b" * 32
@@ -499,7 +500,7 @@ async def test_what_could_not_be_written_waits(redis_server, client):
 @pytest.mark.parametrize("is_away", [False, True])
 async def test_closing_writes_what_waits(journals, patient_store, is_away):
     if is_away:
-        patient_store._breaker.ended(False)
+        patient_store._breaker.trip(SYSTEM_CLOCK.monotonic())
     writer = JournalWriter(journals, on_taken_over=lambda record: None, flush_interval_s=60.0)
     writer.start()
     writer.post(record(token_ids=[[5]]))
