@@ -19,7 +19,7 @@ SBOM ?= build/sbom.cdx.json
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu test-vllm check-model check \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy attack fuzz test-mutants test-gpu test-vllm check-model check \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -46,10 +46,10 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
-	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
+	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu and not deploy" $(ARGS)
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
-	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
+	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu and not deploy" $(ARGS)
 
 test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
@@ -62,6 +62,10 @@ attack: install-dev ## attack a cluster in every way that docs/security.md names
 
 fuzz: install-dev ## 100,000 requests of nonsense over HTTP and as many over gRPC (ARGS: flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
+
+test-deploy: install-dev ## the files in deploy/: every overlay with every component rendered and checked, and linters
+	@tools/deploy_tools.sh
+	$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/deploy $(ARGS)
 
 test-mutants: install-dev ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
 	@$(NO_GPU) exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)

@@ -26,3 +26,6 @@ for build in vllm vllm-cuda; do
     lock "$@" "${serving[@]}" "requirements/$build.in" -c requirements/serve.lock \
         --override "requirements/$build.overrides" -o "requirements/$build.lock"
 done
+# What checks deploy/ has an environment of its own.
+lock "$@" requirements/deploy.in -o requirements/deploy.lock
+(cd requirements/crds && npm install --silent --package-lock-only --omit-lockfile-registry-resolved --ignore-scripts --force)

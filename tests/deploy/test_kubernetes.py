@@ -1,0 +1,146 @@
+"""Every overlay, alone and with every component that it may have, renders, is valid, and keeps the rules."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from tests.deploy.manifests import (
+    DEPLOY,
+    KUBERNETES,
+    TOOLS,
+    Object,
+    combinations,
+    components,
+    copied,
+    included,
+    of_kind,
+    overlays,
+    render,
+    render_with,
+    workloads,
+)
+from tests.deploy.rules import violations
+from tests.deploy.schemas import NEWEST, OLDEST, custom_mistakes, distinct, is_custom, mistakes
+
+Rendered: TypeAlias = Mapping[tuple[str, str], Sequence[Object]]
+
+pytestmark = pytest.mark.deploy
+needs_npm = pytest.mark.skipif(not (TOOLS / "crds").exists(), reason="schemas of custom resources come from npm")
+
+
+@pytest.fixture(scope="session")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    tree = tmp_path_factory.mktemp("kubernetes") / "deploy"
+    shutil.copytree(DEPLOY, tree)
+    pairs = combinations()
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(pairs, pool.map(lambda pair: render_with(*pair, tree), pairs), strict=True))
+
+
+@pytest.fixture(scope="session")
+def everything(rendered: Rendered) -> list[Object]:
+    return distinct(one for objects in rendered.values() for one in objects)
+
+
+def test_every_component_is_in_some_combination() -> None:
+    tried = {component for _, component in combinations()}
+    for overlay in overlays():
+        tried |= included(KUBERNETES / "overlays" / overlay)
+    assert set(components()) - tried == set()
+    assert len(overlays()) >= 5
+    assert len(combinations()) > 35
+
+
+def test_the_rules_hold_everywhere(rendered: Rendered) -> None:
+    broken = {pair: found for pair, objects in rendered.items() if (found := violations(objects))}
+    assert broken == {}
+
+
+def test_the_base_needs_no_custom_resource() -> None:
+    assert [one for one in render(KUBERNETES / "overlays" / "cpu-demo") if is_custom(one)] == []
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_schemas_hold(everything: list[Object], tmp_path: Path, version: str) -> None:
+    assert len(everything) > 150
+    assert mistakes(everything, tmp_path, version=version) == []
+
+
+@needs_npm
+def test_schemas_of_custom_resources_hold(everything: list[Object]) -> None:
+    kinds = {one["kind"] for one in everything if is_custom(one)}
+    assert {"ScaledObject", "PodMonitor", "ServiceMonitor", "Certificate", "Issuer", "HTTPRoute", "GRPCRoute"} <= kinds
+    assert custom_mistakes(everything) == []
+
+
+def test_schemas_find_mistakes(tmp_path: Path) -> None:
+    objects = render(KUBERNETES / "base")
+    unknown, wrong, missing = (copied(list(of_kind(objects, "StatefulSet"))) for _ in range(3))
+    unknown[0]["spec"]["template"]["spec"]["terminationGracePeriod"] = 30
+    wrong[0]["spec"]["replicas"] = "two"
+    del missing[0]["spec"]["selector"]
+    for number, broken in enumerate((unknown, wrong, missing)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert len(mistakes(broken, folder, version=NEWEST)) == 1
+
+
+@needs_npm
+@pytest.mark.parametrize(
+    ("kind", "member", "value", "said"),
+    [
+        ("ScaledObject", "maxReplicas", 4, "maxReplicas"),
+        ("ScaledObject", "minReplicaCount", "2", "integer"),
+        ("PodMonitor", "selectors", {}, "selectors"),
+        ("Certificate", "secretName", None, "secretName"),
+        ("HTTPRoute", "hostnames", ["not a name"], "hostnames"),
+        ("GRPCRoute", "timeouts", {}, "timeouts"),
+    ],
+)
+def test_schemas_of_custom_resources_find_mistakes(
+    everything: list[Object], kind: str, member: str, value: Any, said: str
+) -> None:
+    broken = copied([next(of_kind(everything, kind))])
+    assert custom_mistakes(broken) == []
+    broken[0]["spec"][member] = value
+    if value is None:
+        del broken[0]["spec"][member]
+    found = custom_mistakes(broken)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_a_changed_setting_rolls_the_pods(tmp_path: Path) -> None:
+    tree = tmp_path / "deploy"
+    shutil.copytree(DEPLOY, tree)
+    before = {one.name: one.template for one in workloads(render(tree / "kubernetes" / "base"))}
+    with (tree / "kubernetes" / "base" / "shared" / "decode.env").open("a") as file:
+        file.write("TANDEM_MAX_BATCH=32\n")
+    after = {one.name: one.template for one in workloads(render(tree / "kubernetes" / "base"))}
+    assert [name for name in before if before[name] != after[name]] == ["tandem-decode"]
+
+
+def test_workers_of_one_cluster_have_different_ids(rendered: Rendered) -> None:
+    for objects in rendered.values():
+        names = [one.name for one in workloads(objects)]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("folder", ["base", *(f"overlays/{name}" for name in overlays())])
+def test_the_kubectl_of_the_machine_renders_the_same(folder: str) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("this machine has no kubectl of its own")
+    ran = subprocess.run([kubectl, "kustomize", str(KUBERNETES / folder)], capture_output=True, text=True, check=True)
+    own = subprocess.run(
+        [str(TOOLS / "bin" / "kubectl"), "kustomize", str(KUBERNETES / folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == own.stdout
