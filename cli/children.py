@@ -17,6 +17,7 @@ from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
 from gateway.models.catalog_file import ModelEntry, read_models_file
 from prefill_worker.config import PrefillWorkerConfig
+from services.runtime import last_words, service_manager
 from services.runtime.config import all_settings_of, settings_of
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
@@ -153,6 +154,8 @@ def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[st
     own = {setting.variable for setting in all_settings_of(UpSettings)}
     environment = {key: value for key, value in environ.items() if key not in own}
     environment[DIE_WITH_PARENT_ENV] = str(parent_pid)
+    service_manager.hide_from_children(environment)
+    environment[last_words.FILE_ENV] = ""  # the last words of `up` are the container's
     environment["PYTHONUNBUFFERED"] = "1"
     if (SOURCE_ROOT / "pyproject.toml").is_file():  # a checkout: children run its code, whatever else is installed
         inherited = environment.get("PYTHONPATH")

@@ -20,6 +20,7 @@ COMMANDS = {
     "status": (WATCH, "show the workers of a running cluster"),
     "top": (WATCH, "watch a gateway: its workers, figures and requests, each second"),
     "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
+    "probe": (WATCH, "ask a process whether it lives or is ready, for a container's health"),
     "chat": (USE, "talk to a running cluster"),
     "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
     "replay": (PREPARE, "run a recorded workload through a simulated cluster"),

@@ -5,24 +5,30 @@ import sys
 from collections.abc import Sequence
 
 from cli.commands import command_line, run_command
+from services.runtime import last_words
 from services.runtime.errors import ConfigError, ModelError, TandemError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+FOR_CONTAINERS = ("up", "--preflight")
+"""The words of commands that a container is started for. Others may run beside its program, whose last words count."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    has_last_words = any(word in words for word in FOR_CONTAINERS)
+    if has_last_words:
+        last_words.begin()
     try:
         if not words:
             command_line(()).print_help()
             return EXIT_BAD_INPUT
         return run_command(words)
     except (ConfigError, ModelError) as error:
-        return _complain(error, EXIT_BAD_INPUT)
+        return _complain(error, EXIT_BAD_INPUT, has_last_words=has_last_words)
     except TandemError as error:
-        return _complain(error, EXIT_FAILED)
+        return _complain(error, EXIT_FAILED, has_last_words=has_last_words)
     except KeyboardInterrupt:
         return EXIT_FAILED
     except BrokenPipeError:
@@ -31,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _complain(error: TandemError, exit_code: int) -> int:
+def _complain(error: TandemError, exit_code: int, *, has_last_words: bool) -> int:
     print(f"error: {error.message}", file=sys.stderr)
+    if has_last_words:
+        last_words.leave(last_words.words_for(error), exit_code)
     return exit_code
 
 

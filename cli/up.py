@@ -46,8 +46,10 @@ from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
+from services.runtime import last_words, service_manager
 from services.runtime.addresses import join_host_port
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
+from services.runtime.process import watched
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
 
@@ -106,7 +108,7 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         addresses = Addresses(redis_url, http_port, grpc_port, digest)
         up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
-        code = asyncio.run(up.run(early_signals))
+        code = asyncio.run(watched(up.run(early_signals)))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
 
@@ -185,11 +187,14 @@ class Up:
         async with _signals(self._on_signal), self._side_tasks():
             if early_signals:
                 return 0
+            service_manager.tell_status(f"starting; logs: {self._log_dir}")
+            service_manager.ask_for_time(self._settings.start_timeout + STRAGGLER_GRACE_S)
             self._supervisor.start(self._all_specs)
             try:
                 if await self._until_over(self._until_ready()):
                     self._progress.finish()
                     print(f"ready http={self._http} grpc={self._grpc}", flush=True)
+                    service_manager.tell_ready(f"ready on {self._http}")
                     await self._until_over(self._watch_readiness())
             finally:
                 self._progress.finish()
@@ -361,6 +366,7 @@ class Up:
 
     async def _end_all(self) -> None:
         """Gateway first, so that running requests keep their workers; Redis, the last, is ended by its owner."""
+        service_manager.tell_stopping("ending the gateway, the workers and Redis")
         is_wanted = self._stop.is_set() and not self._supervisor.gave_up.is_set()
         grace_s = self._settings.stop_grace if is_wanted else 0.0
         await self._supervisor.stop([GATEWAY], grace_s=grace_s + GATEWAY_GRACE_S)
@@ -372,11 +378,14 @@ class Up:
         if failed is None:
             return 1 if self._supervisor.gave_up.is_set() else 0
         if failed.state.exit_code == EXIT_BAD_INPUT:
-            print(_sentence(failed), file=sys.stderr)
+            sentence = _sentence(failed)
+            print(sentence, file=sys.stderr)
+            last_words.leave(sentence.rpartition("error: ")[2], EXIT_BAD_INPUT)
             return EXIT_BAD_INPUT
         for line in failed.last_log_lines(NUM_TAIL_LINES):
             print(f"{failed.name} | {line}", file=sys.stderr)
         print(f"error: {failed.name} cannot be started; its log is {failed.log}", file=sys.stderr)
+        last_words.leave(f"{failed.name} cannot be started; its log is {failed.log}", 1)
         return 1
 
 

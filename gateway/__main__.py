@@ -6,7 +6,7 @@ import sys
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
 from gateway.assembly import Gateway
 from gateway.config import GatewayConfig
-from services.runtime import config, heap, logs, process, rpc, telemetry
+from services.runtime import config, heap, logs, process, rpc, service_manager, telemetry
 from services.runtime.membership import Member
 from services.runtime.tls import Identity
 
@@ -41,6 +41,7 @@ async def serve(settings: GatewayConfig) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*COLLECT_AFTER)
+        service_manager.tell_ready("listening")
         try:
             await stop.wait()
         finally:

@@ -55,7 +55,7 @@ from services.cluster.quarantine import Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Store
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
-from services.runtime import process, rpc
+from services.runtime import process, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
@@ -363,7 +363,7 @@ class Gateway:
             asyncio.create_task(self._follow_workers(), name="workers"),
             asyncio.create_task(self._tell_readiness(), name="readiness"),
         ]
-        await self._grpc.set_serving(True, "", CLUSTER_SERVICE)
+        await self._grpc.set_serving(True, CLUSTER_SERVICE)
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
 
     async def stop(self) -> None:
@@ -421,7 +421,7 @@ class Gateway:
         self.troubles.settle("storage", {one.subject: Found(one.what, one.advice) for one in complaints})
 
     async def _tell_readiness(self) -> None:
-        """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""
+        """Keeps the health of the service that needs workers, which is the gateway's readiness."""
         was_ready = False
         async with contextlib.aclosing(self.topology.changes()) as changes:
             async for _ in changes:
@@ -429,7 +429,8 @@ class Gateway:
                     return
                 if self.is_ready() != was_ready:
                     was_ready = not was_ready
-                    await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
+                    await self._grpc.set_serving(was_ready, INFERENCE_SERVICE, rpc.READINESS)
+                    service_manager.tell_status("serving" if was_ready else "not ready: too few workers")
 
     async def _follow_workers(self) -> None:
         watch = cast(

@@ -17,6 +17,7 @@ from cli.chat import ChatSettings  # noqa: E402
 from cli.completion import CompletionSettings  # noqa: E402
 from cli.doctor import DoctorSettings  # noqa: E402
 from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
+from cli.probe import ProbeSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
 from cli.status import StatusSettings  # noqa: E402
 from cli.top import TopSettings  # noqa: E402
@@ -36,6 +37,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem top": TopSettings,
     "tandem chat": ChatSettings,
     "tandem doctor": DoctorSettings,
+    "tandem probe": ProbeSettings,
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,

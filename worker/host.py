@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from services.cluster.registry import WorkerLease
-from services.runtime import logs, process, rpc, telemetry
+from services.runtime import logs, process, rpc, service_manager, telemetry
 from services.runtime.addresses import is_loopback
 from services.runtime.membership import Member
 from services.runtime.rpc import RpcServer, set_identity, set_member
@@ -24,6 +24,7 @@ from worker.engine_worker import EngineWorker
 SERVER_GRACE_S = 1.0
 PUBLISH_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.25
+CONFIRM_INTERVAL_S = 0.05
 
 SWITCH_INTERVAL_S = 1e-4
 """How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
@@ -119,6 +120,7 @@ async def serve_until_drained(
 ) -> None:
     """A worker's life: ready, until `stop` or DrainWorker, then draining until nothing is left, then gone.
 
+    It is ready once Redis has its record, without which no gateway finds it; losing Redis later changes nothing.
     After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
     are closed when this returns or raises. Raises the worker's own failure.
     """
@@ -126,10 +128,15 @@ async def serve_until_drained(
     if lease is not None:
         background.append(asyncio.create_task(_publish_load(worker, lease)))
     try:
-        await server.set_serving(True)
         _publish(lease, WorkerState.READY)
-        await _first_of(worker, background, stop.wait(), worker.drain_requested.wait())
+        ends = (stop.wait, worker.drain_requested.wait)
+        await _first_of(worker, background, _published(lease), *(end() for end in ends))
+        if not stop.is_set() and not worker.drain_requested.is_set():
+            await server.set_serving(True)
+            service_manager.tell_ready("ready")
+            await _first_of(worker, background, *(end() for end in ends))
         logger.info("draining")
+        service_manager.tell_stopping("draining")
         worker.begin_drain()
         _publish(lease, WorkerState.DRAINING)
         await server.set_serving(False)
@@ -144,6 +151,12 @@ async def serve_until_drained(
             await server.stop(SERVER_GRACE_S)
     if worker.failed.done():
         worker.failed.result()
+
+
+async def _published(lease: WorkerLease | None) -> None:
+    """Returns when gateways can find this worker as a ready one."""
+    while lease is not None and lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
+        await asyncio.sleep(CONFIRM_INTERVAL_S)
 
 
 async def _publish_load(worker: EngineWorker[Any], lease: WorkerLease) -> None:

@@ -20,10 +20,11 @@ from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
-from services.runtime import config, rpc
+from services.runtime import config, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_model_facts
+from services.runtime.model_size import start_budget_s, weight_bytes
 from services.structured.grammar import Grammars, grammar_library
 from worker.config import WorkerConfig
 from worker.engine import EngineFacts
@@ -144,6 +145,8 @@ def run(role: Role[C, R, E]) -> None:
 
 async def _serve(role: Role[C, R, E], settings: C, stop: asyncio.Event) -> None:
     incarnation = new_incarnation()
+    service_manager.tell_status(f"loading {settings.model}")
+    service_manager.ask_for_time(start_budget_s(weight_bytes(settings.model)))
     with contextlib.ExitStack() as stack:
         lease = _lease(role, settings, incarnation, stop)
         if lease is not None:

@@ -166,6 +166,7 @@ class WorkerLease:
         self._is_stopping = False
         self._is_lost = False
         self._renewed_at_s: float | None = None
+        self._confirmed_state: WorkerState | None = None
         self._thread = threading.Thread(target=self._keep, name=f"lease-{record.id}", daemon=True)
 
     @property
@@ -178,6 +179,11 @@ class WorkerLease:
         """Whether Redis has confirmed the record within the TTL."""
         renewed_at_s = self._renewed_at_s
         return not self._is_lost and renewed_at_s is not None and time.monotonic() - renewed_at_s < self._ttl_s
+
+    @property
+    def confirmed_state(self) -> WorkerState | None:
+        """The state in the last record that Redis has taken, however long ago; None before the first."""
+        return self._confirmed_state
 
     def start(self) -> None:
         """Begins to publish; returns at once, whether Redis answers or not."""
@@ -226,6 +232,7 @@ class WorkerLease:
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
         if run_script(self._client, RENEW, keys, args) == 1:
             self._renewed_at_s = time.monotonic()
+            self._confirmed_state = record.state
             return
         self._is_lost = True
         if self._on_lost is not None:

@@ -10,10 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
+from services.runtime import last_words, service_manager
 from services.runtime.errors import ConfigError, ModelError
 
 DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
@@ -25,6 +26,8 @@ EXIT_BAD_INPUT = 2
 
 _PR_SET_PDEATHSIG = 1
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,26 +37,43 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def exit_code(main: Callable[[], object]) -> int:
-    """Calls `main` and says how the process should end."""
+    """Calls `main` and says how the process should end; an error becomes its last words too."""
+    last_words.begin()
     try:
         main()
     except (ConfigError, ModelError) as error:
         print(f"error: {error.message}", file=sys.stderr)  # noqa: T201 - the one sentence for the starter of the process
+        last_words.leave(last_words.words_for(error), EXIT_BAD_INPUT)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_FAILED
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_FAILED * bool(exit_request.code)
-    except Exception:  # the outermost frame: any error that ends a service is logged and told by the exit code
+    except Exception as error:  # the outermost frame: any error that ends a service is logged and told by the exit code
+        last_words.leave(last_words.words_for(error), EXIT_FAILED)
         logger.exception("the process failed")
         return EXIT_FAILED
     return 0
 
 
 def run_async(main: Coroutine[Any, Any, Any]) -> None:
-    """Runs a coroutine on a new uvloop event loop until it returns, with as many open files as the system allows."""
+    """Runs a coroutine on a new uvloop event loop until it returns, with as many open files as the system allows.
+
+    Beside it the loop tells a service manager's watchdog that it runs, and notes when memory becomes short.
+    """
     raise_descriptor_limit()
-    uvloop.run(main)
+    uvloop.run(watched(main))
+
+
+async def watched(main: Coroutine[Any, Any, T]) -> T:
+    """Awaits `main` beside what the process's starter is to know of the event loop that it runs on."""
+    beside = [asyncio.create_task(service_manager.keep_watchdog()), asyncio.create_task(last_words.watch_memory())]
+    try:
+        return await main
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
 
 
 def raise_descriptor_limit() -> None:
@@ -118,8 +138,10 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
+            last_words.leave(f"a second signal ({number.name}) ended it before its work was done", 128 + number)
             os._exit(128 + number)
         logger.info("stopping", extra={"signal": number.name})
+        service_manager.tell_stopping(f"draining, after {number.name}")
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -38,6 +38,8 @@ from services.runtime.reach import Obstacle, obstacle
 from services.runtime.tls import Identity, Pem
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+READINESS = "readiness"
+"""The name under which every server's health is asked whether it should get work; "" says that it lives."""
 REASON_TIMEOUT_S = 0.5
 """The time for the status of a call whose answer began without a proof."""
 WINDOW_BYTES = 16 * 1024
@@ -196,7 +198,11 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
 
 
 class RpcServer:
-    """A gRPC server with health per service; register servicers on `server` before `start`."""
+    """A gRPC server with health per service; register servicers on `server` before `start`.
+
+    The health of "" is that the process lives and its event loop runs: SERVING from `start` to `stop`, also while the
+    process drains. The health of each service, and of `READINESS`, says whether it should get work now.
+    """
 
     def __init__(
         self,
@@ -211,18 +217,19 @@ class RpcServer:
         self._asks_for_certificate = asks_for_certificate
         # gRPC calls back into them at each handshake and does not keep them itself.
         self._credentials: list[grpc.ServerCredentials] = []
-        self._service_names = ("", *service_names)
+        self._service_names = (READINESS, *service_names)
         self._stopping = asyncio.Lock()
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens on exactly this address and says on which port; 0 picks a free one. Health is NOT_SERVING.
+        """Listens on exactly this address and says on which port; 0 picks a free one. No service is ready yet.
 
         Raises ConfigError where the address cannot be had, also when another process listens on it.
         """
         bound_port = self.listen(host, port, asks_for_certificate=self._asks_for_certificate)
         await self.set_serving(False)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         if self.connections is not None:
             self.connections.start()
@@ -246,7 +253,7 @@ class RpcServer:
         return bound_port
 
     async def set_serving(self, is_serving: bool, *service_names: str) -> None:
-        """Sets the health of some services, or of all of them and the server as a whole."""
+        """Sets the health of some services, or of all of them and `READINESS`."""
         known = health_pb2.HealthCheckResponse
         value = known.SERVING if is_serving else known.NOT_SERVING
         for name in service_names or self._service_names:

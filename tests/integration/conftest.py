@@ -159,7 +159,9 @@ def start_worker(
     def store() -> Store:
         return Store(redis_url, cluster=cluster, timeout_s=5.0)
 
-    def start(role: str, worker_id: str, *, before: str | None = None, **flags: Any) -> WorkerProcess:
+    def start(
+        role: str, worker_id: str, *, before: str | None = None, stdin: int | None = None, **flags: Any
+    ) -> WorkerProcess:
         flags = {"model": tiny_model, "redis": redis_url, "cluster": cluster, "threads": 1, "kv_pages": 256} | flags
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         log = tmp_path_factory.mktemp(worker_id) / "log"
@@ -169,7 +171,7 @@ def start_worker(
             program = ["-c", f"{before}\nfrom {role}_worker.__main__ import main, process\nprocess.run(main)"]
         command = [sys.executable, *program, f"--id={worker_id}", *arguments]
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, env=environment)
         started.append(WorkerProcess(worker_id, process, log, store))
         return started[-1]
 
@@ -178,6 +180,8 @@ def start_worker(
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGKILL)
         worker.process.wait(10)
+        if worker.process.stdin is not None:
+            worker.process.stdin.close()
 
 
 @dataclass

@@ -56,6 +56,11 @@ class FakeLease:
     def __init__(self) -> None:
         self.states: list[str] = []
         self.fields: dict[str, Any] = {}
+        self.is_redis_there = True
+
+    @property
+    def confirmed_state(self) -> str | None:
+        return self.states[-1] if self.states and self.is_redis_there else None
 
     def update(self, **changes: Any) -> None:
         self.fields |= changes
@@ -79,6 +84,28 @@ async def test_a_life_goes_from_ready_over_draining_to_closed(how: str) -> None:
     worker.idle.set()
     await life
     assert (lease.states[-1], server.calls[-1], worker.calls[-1]) == ("draining", "stop", "close")
+
+
+@pytest.mark.parametrize("how", ["found", "signal"])
+async def test_a_worker_that_no_gateway_can_find_is_not_ready(how: str) -> None:
+    worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
+    lease.is_redis_there = False
+    life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
+    await asyncio.sleep(0.1)
+    assert (lease.states, server.calls) == (["ready"], [])
+    if how == "found":
+        lease.is_redis_there = True
+        async with asyncio.timeout(10):
+            while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.001)
+        assert server.calls == [True]
+        lease.is_redis_there = False  # gateways know it by now
+        await asyncio.sleep(0.1)
+        assert server.calls == [True]
+    stop.set()
+    worker.idle.set()
+    await life
+    assert server.calls == ([True] if how == "found" else []) + [False, "stop"]
 
 
 @pytest.mark.parametrize("is_draining", [False, True])

@@ -25,18 +25,25 @@ async def test_messages_up_to_16_mib_pass_and_larger_ones_are_refused(stub: Any)
     assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_health_per_service_and_as_a_whole(server: tuple[rpc.RpcServer, str], channel: grpc.aio.Channel) -> None:
+async def test_life_is_one_health_and_readiness_another(
+    server: tuple[rpc.RpcServer, str], channel: grpc.aio.Channel
+) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     known = health_pb2.HealthCheckResponse
 
     async def value(name: str) -> Any:
         return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
 
-    assert [await value(""), await value(SERVICE)] == [known.NOT_SERVING] * 2
+    async def values() -> list[Any]:
+        return [await value(name) for name in ("", rpc.READINESS, SERVICE)]
+
+    assert await values() == [known.SERVING, known.NOT_SERVING, known.NOT_SERVING]
     await server[0].set_serving(True)
-    assert [await value(""), await value(SERVICE)] == [known.SERVING] * 2
+    assert await values() == [known.SERVING] * 3
     await server[0].set_serving(False, SERVICE)
-    assert [await value(""), await value(SERVICE)] == [known.SERVING, known.NOT_SERVING]
+    assert await values() == [known.SERVING, known.SERVING, known.NOT_SERVING]
+    await server[0].set_serving(False)
+    assert await values() == [known.SERVING, known.NOT_SERVING, known.NOT_SERVING]
     failure = await failure_of(health.Check(health_pb2.HealthCheckRequest(service="nobody")))
     assert failure.code() is grpc.StatusCode.NOT_FOUND
 
