@@ -22,13 +22,17 @@ from worker.engine import DecodeEngine, DecodeReport
 from worker.host import channel_tls
 from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
+from worker.vllm.loading import VllmSettings, load_vllm
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 
 def load(settings: DecodeWorkerConfig) -> Loaded[DecodeReport, DecodeEngine]:
-    """Loads this project's engine, and what proposes tokens to it."""
+    """Loads the model with the engine that the settings name, and what proposes tokens to this project's."""
+    if settings.engine == "vllm":
+        model = load_vllm(VllmSettings.of(settings, max_batch=settings.max_batch))
+        return Loaded(model, partial(model.decode_engine, clock=SYSTEM_CLOCK))
     parts = load_rehearsed_engine(**settings.engine_settings())
     try:
         features: list[StepFeature] = [PacedMasks()]
@@ -58,7 +62,7 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
         common.facts,
         make_engine=common.make_engine,
         limits=Limits(
-            max_admitted=settings.max_admitted or 2 * settings.max_batch,
+            max_admitted=settings.max_admitted or _max_admitted(settings),
             is_optimistic=settings.admission == "expected",
         ),
     )
@@ -70,6 +74,11 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
         lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
     )
     return Made(worker, add_services, record_fields={"max_running": settings.max_batch})
+
+
+def _max_admitted(settings: DecodeWorkerConfig) -> int:
+    # vLLM gives a request no block while its batch is full: more would wait with a prompt computed elsewhere.
+    return settings.max_batch if settings.engine == "vllm" else 2 * settings.max_batch
 
 
 def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:

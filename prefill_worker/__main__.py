@@ -13,12 +13,18 @@ from services.runtime.clock import SYSTEM_CLOCK
 from worker.engine import PrefillEngine, PrefillReport
 from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
+from worker.vllm.loading import VllmSettings, load_vllm
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
+MAX_PROMPTS = 64
+"""Most prompts that vLLM computes in a step."""
 
 
 def load(settings: PrefillWorkerConfig) -> Loaded[PrefillReport, PrefillEngine]:
-    """Loads this project's engine."""
+    """Loads the model with the engine that the settings name."""
+    if settings.engine == "vllm":
+        model = load_vllm(VllmSettings.of(settings, max_batch=MAX_PROMPTS))
+        return Loaded(model, partial(model.prefill_engine, clock=SYSTEM_CLOCK))
     parts = load_rehearsed_engine(**settings.engine_settings())
     return Loaded(parts, partial(prefill_loop, parts, chunk_tokens=settings.chunk_tokens, clock=SYSTEM_CLOCK))
 

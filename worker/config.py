@@ -110,7 +110,14 @@ class WorkerConfig:
         default="auto",
         help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )
-    page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
+    engine: str = option(
+        choice("native", "vllm"),
+        default="native",
+        help="What computes the model: this project's engine, or vLLM, which must be installed (make install-vllm).",
+    )
+    page_size: int = option(
+        integer(1, 1024), default=16, help="Tokens of a KV page. With vLLM on a CPU, the next multiple of 32."
+    )
     dtype: str = option(
         choice("auto", "float32", "bfloat16", "float16"),
         default="auto",

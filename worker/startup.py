@@ -191,6 +191,7 @@ def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, An
         "identity": identity.text,
         "arithmetic": identity.numerics,
         "layout_fingerprint": model.fingerprint,
+        "page_size": layout.page_size,
         "tensor_parallel": model.parallelism.tensor,
         "pipeline_parallel": model.parallelism.pipeline,
         "max_sequence_tokens": model.limits.max_sequence_tokens,

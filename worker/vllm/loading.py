@@ -23,6 +23,7 @@ from services.runtime.clock import Clock
 from services.runtime.errors import ConfigError, ModelError, TandemError, WorkerLost
 from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_json_object
+from worker.config import WorkerConfig
 from worker.engine import DecodeReport, PrefillReport
 from worker.vllm.blocks import BlockGenerations, BlockMemory
 from worker.vllm.decode import VllmDecode
@@ -65,6 +66,23 @@ class VllmSettings:
     pipeline_parallel: int = 1
     step_tokens: int = 512
     max_batch: int = 64
+
+    @classmethod
+    def of(cls, settings: WorkerConfig, *, max_batch: int) -> "VllmSettings":
+        """What a worker's settings say."""
+        return cls(
+            model_dir=settings.model,
+            dtype=settings.dtype,
+            block_tokens=settings.page_size,
+            num_blocks=settings.kv_pages,
+            kv_memory_bytes=settings.kv_memory,
+            gpu_memory_share=settings.gpu_memory_share,
+            threads=settings.threads or (None if settings.cores is None else len(settings.cores)),
+            tensor_parallel=settings.tensor_parallel,
+            pipeline_parallel=settings.pipeline_parallel,
+            step_tokens=settings.chunk_tokens,
+            max_batch=max_batch,
+        )
 
 
 class VllmModel:
