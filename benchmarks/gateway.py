@@ -56,7 +56,7 @@ WHOLE = {"prompt": [5, 6, 7, 8, 9, 10, 11, 12], "max_tokens": ANSWER_TOKENS, "te
 STREAMED = {**WHOLE, "max_tokens": STREAM_TOKENS, "stream": True}
 FLOODING = {**STREAMED, "max_tokens": FLOODING_TOKENS}
 
-_GENERATED = re.compile(r"^tandem_generated_tokens_total (\S+)$", re.MULTILINE)
+_GENERATED = re.compile(r"^tandem_generated_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

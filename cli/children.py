@@ -94,9 +94,10 @@ def worker_specs(
 ) -> list[ChildSpec]:
     """For each model its prefill workers, then its decode workers. `gpus`: as CUDA names those of this machine."""
     num_workers = sum(plan.num_prefill + plan.num_decode for plan in plans)
+    metrics_port = settings.decode_worker.metrics_port
     shares = iter(share_out(machine, num_workers))
     gpu_shares = iter(share_out_gpus(gpus, num_workers))
-    specs = []
+    specs: list[ChildSpec] = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             for number in range(count):
@@ -112,6 +113,7 @@ def worker_specs(
                     "host": WORKER_HOST,
                     "advertise_host": WORKER_HOST,  # whatever machine Redis is on, all of them run on this one
                     "port": 0,
+                    "metrics_port": metrics_port + len(specs) if metrics_port else metrics_port,
                     "gpu_memory_share": None if gpu is None or gpu.memory_share == 1 else gpu.memory_share,
                 }
                 own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}

@@ -117,7 +117,9 @@ class Gateway:
         """Each model has its own, or a full one would hold up the others."""
         self.topology = self._make_topology(catalog)
         self.troubles = Troubles()
-        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, circuits=self._circuits)
+        self._trouble_watch = TroubleWatch(
+            self.troubles, self.topology, self._store, circuits=self._circuits, key_error=self._key_error
+        )
         self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
         self.requests = self._make_requests(catalog)
         self._feed = Feed(
@@ -286,9 +288,11 @@ class Gateway:
         """Has the metrics read what these parts count."""
         self.metrics.watch_troubles(self.troubles, self.topology.presence)
         self.metrics.watch_pace(self.topology.pace)
+        if not self.door.is_open:
+            self.metrics.watch_tenants(self.door.knows_tenant)
         self.metrics.watch_store(self._store)
         self.metrics.watch_journals(lambda: self._journals.num_bytes)
-        self.metrics.watch_http(HttpUse(self._http.connections, self._bodies))
+        self.metrics.watch(HttpUse(self._http.connections, self._bodies))
 
     def _http_api(self, door: FrontDoor) -> HttpApi:
         return HttpApi(
@@ -409,6 +413,11 @@ class Gateway:
         await self._page_store.close()
         await self._batch_store.close()
         await self._store.close()
+
+    def _key_error(self) -> str:
+        """What is wrong with the file of keys as it is now; empty: nothing, or no file is configured."""
+        error = None if self.door.key_file is None else self.door.key_file.error
+        return "" if error is None else error.message
 
     def _circuits(self) -> Mapping[str, Found]:
         return circuits(self.requests.circuits().values(), self.requests.cut_pairs())

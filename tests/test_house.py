@@ -11,15 +11,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 
 LONG_FILES = {
-    "gateway/observability/metrics.py": 583,
     "kv_transfer/protocol/receiver.py": 557,
     "services/engine/cache/pages.py": 700,
     "services/scheduling/queue.py": 524,
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
-LONG_FUNCTIONS = {
-    "gateway/observability/metrics.py:Metrics.__init__": 274,
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 
 
 def sources() -> Iterator[tuple[str, str]]:

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
 from services.engine.cache.host_tier import HostTierStats
+from services.runtime.addresses import join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
 from services.runtime.gpu_use import GpuUse
-from services.runtime.metrics import CertificateEnd, Count, Distribution, SpanCounts
+from services.runtime.metrics import Count, Distribution, process_registry
 from worker.config import WorkerConfig
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
@@ -109,8 +110,8 @@ class Load:
 class WorkerMetrics:
     """Prometheus metrics of one worker, in a registry of their own."""
 
-    def __init__(self, *, worker_id: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, *, worker_id: str, program: str = "worker") -> None:
+        self.registry = process_registry(program)
         self._worker_id = worker_id
         self._counts = worker_pb2.WorkerCounts()
         self._tier: Callable[[], HostTierStats] | None = None
@@ -163,8 +164,6 @@ class WorkerMetrics:
         self._attempts = Counter(
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
-        self.registry.register(SpanCounts())
-        self.registry.register(CertificateEnd())
 
     def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
         """Notes an engine step with its sequences and their tokens."""
@@ -224,19 +223,21 @@ class WorkerMetrics:
             tier.num_stored, tier.num_loaded, tier.num_dropped = stats.num_stored, stats.num_loaded, stats.num_dropped
         return counts
 
-    def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
+    def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> str:
         """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.
 
-        `load` is called for each scrape, in that thread. Raises ConfigError where the port cannot be had.
+        `load` is called for each scrape, in that thread. Returns the host:port where others can scrape it; empty where
+        no port is set. Raises ConfigError where the port cannot be had.
         """
         if settings.metrics_port is None:
-            return
+            return ""
         self.watch(load)
         try:
             server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
         except OSError as error:
             raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
         logger.info("serving metrics", extra={"port": server.server_port})
+        return join_host_port(settings.advertise_host or settings.host, server.server_port)
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Reads how busy the worker is for each scrape; once."""

@@ -162,20 +162,20 @@ async def _serve(role: Role[C, R, E], settings: C, stop: asyncio.Event) -> None:
             stack.callback(gpu.release)
         facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
         identity = model.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
-        metrics = WorkerMetrics(worker_id=settings.id)
+        metrics = WorkerMetrics(worker_id=settings.id, program=f"{role.name}-worker")
         common = Common(
             settings, incarnation, model, loaded.make_engine, identity.numerics, metrics, lease, publisher, gpu
         )
         made = role.make(common)
         common.watch()
-        metrics.serve(settings, made.worker.load)
+        metrics_address = metrics.serve(settings, made.worker.load)
         server = rpc.make_server(role.services, with_reflection=False, incarnation=incarnation)
         for add in made.add_services:
             add(server.server)
         address = settings.address(await server.start(settings.host, settings.port))
         if lease is not None:
             said = {**_record_fields(model, identity), **made.worker.load().record_fields(), **made.record_fields}
-            lease.update(address=address, facts=facts, **said)
+            lease.update(address=address, metrics_address=metrics_address, facts=facts, **said)
         # What was loaded for good is not looked at again by every full collection, which would hold up a step.
         gc.collect()
         gc.freeze()

@@ -55,11 +55,12 @@ class FrontDoor:
         self._limiter = limiter
         self._on_refusal = on_refusal
         self._clock = clock
-        self._file = None if key_file is None else KeyFile(key_file, on_change=self._take_weights, clock=clock)
+        self._file = None if key_file is None else KeyFile(key_file, on_change=self._take_tenants, clock=clock)
         self.tenant_weights: dict[str, float] = {}
         """Shares of tenants in a fair queue, as the file says now; one that is not in it has 1. Always the same object,
         so every holder sees each change."""
-        self._take_weights()
+        self._tenants: frozenset[str] = frozenset()
+        self._take_tenants()
         self._starter = None
         if starter_digest is not None:
             self._starter = ApiKey(starter_digest, _STARTER_TENANT, service_class=SERVICE_CLASSES[0], is_admin=True)
@@ -168,6 +169,10 @@ class FrontDoor:
         call.share_cache = "" if self._file is None else self._file.keys.share_cache_of(call.tenant)
         call.ticket = self.ticket(call.tenant)
 
+    def knows_tenant(self, tenant: str) -> bool:
+        """Returns whether the file of keys names the tenant."""
+        return tenant in self._tenants
+
     def ticket(self, tenant: str) -> "Ticket | None":
         """Returns a ticket for one call of a tenant; None: it has no limits."""
         limits = TenantLimits() if self._file is None else self._file.keys.limits_of(tenant)
@@ -175,10 +180,11 @@ class FrontDoor:
             return None
         return Ticket(self._limiter, tenant, limits, self._expected_tokens, on_refusal=self._on_refusal)
 
-    def _take_weights(self) -> None:
+    def _take_tenants(self) -> None:
         self.tenant_weights.clear()
         if self._file is not None:
             self.tenant_weights.update(self._file.keys.weights)
+            self._tenants = self._file.keys.tenant_names
 
     def _service_class(self, key: ApiKey, asked: str) -> str:
         """Returns the class asked for; without one the default, or the key's where that is less."""

@@ -108,6 +108,11 @@ class KeySet:
         return self.tenants.get(tenant, _PLAIN_TENANT).share_cache
 
     @property
+    def tenant_names(self) -> frozenset[str]:
+        """The tenants that have a key or a table."""
+        return frozenset(self.tenants).union(key.tenant for key in self.keys.values())
+
+    @property
     def weights(self) -> dict[str, float]:
         """Weights of the tenants that the file names; all others have 1."""
         return {name: tenant.weight for name, tenant in self.tenants.items()}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from gateway.access.keys import ApiKey
 from gateway.dashboard.pages import Dashboard
 from gateway.limits import MAX_NAME_CHARS
 from gateway.models.catalog import ServedModel
-from gateway.observability.metrics import CONTENT_TYPE, Metrics
+from gateway.observability.metrics import Metrics, content_type_of
 from gateway.openapi.document import document_bytes
 from gateway.requests.lifecycle import Requests
 from gateway.topology.member import Member
@@ -141,6 +141,7 @@ class OperatorPages:
             Route("/health", self._show_health),
             Route("/ready", self._show_readiness),
             Route("/metrics", self._show_metrics),
+            Route("/metrics/targets", self._list_targets),
             Route("/cluster", self._show_cluster),
             *self._dashboard.routes(api_port=self._port, has_api=has_api),
         ]
@@ -153,7 +154,12 @@ class OperatorPages:
         return json_response({"status": "ready" if is_ready else "not ready"}, http_status=200 if is_ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.render(self._topology.members()), media_type=CONTENT_TYPE)
+        accept = request.headers.get("accept", "")
+        page = self._metrics.render(self._topology.members(), accept=accept)
+        return Response(page, media_type=content_type_of(accept))
+
+    async def _list_targets(self, request: Request) -> Response:
+        return json_response(scrape_targets(self._topology.members()))
 
     async def _show_cluster(self, request: Request) -> Response:
         return json_response(self._cluster.document())
@@ -162,6 +168,18 @@ class OperatorPages:
 def json_response(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Returns a JSON document as an answer."""
     return Response(msgspec.json.encode(value), http_status, headers, media_type="application/json")
+
+
+def scrape_targets(members: Sequence[Member]) -> list[dict[str, Any]]:
+    """Returns the workers that serve metrics, as Prometheus' HTTP service discovery reads them.
+
+    A worker's own series have its id as the label `worker`; what they do not say becomes a label of the target.
+    """
+    return [
+        {"targets": [record.metrics_address], "labels": {"role": record.role, "model": record.model}}
+        for record in (member.record for member in members)
+        if record.metrics_address
+    ]
 
 
 def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from weakref import WeakSet
 from gateway.limits import SLOW_REQUEST_S
 from gateway.observability.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.observability.metrics import Metrics
-from services.runtime import status
+from services.runtime import status, telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TandemError
 from services.runtime.logs import LineBudget, request_fields
@@ -259,6 +259,13 @@ class RequestLog:
             summary.outcome,
             total_s=summary.total_us / 1e6,
             phases_s=phases_s if summary.num_attempts else None,
+            trace_id=self._exported_trace_id(facts, summary),
+        )
+        self._metrics.note_tenant(
+            facts.tenant,
+            summary.outcome,
+            prompt_tokens=summary.prompt_tokens,
+            generated_tokens=summary.new_tokens,
         )
         names = _names(facts)
         if facts.fallback:
@@ -266,6 +273,12 @@ class RequestLog:
         self._write(summary, names, num_answers=len(facts.answers))
         if 0 < self._slow_us <= summary.total_us:
             self._say_slow(summary, {"request_id": facts.request_id, "model": facts.model})
+
+    def _exported_trace_id(self, facts: CallFacts, summary: Summary) -> str:
+        """Returns the id of a trace whose spans are exported, as 32 hex digits; else the empty text."""
+        context = telemetry.extract(facts.traceparent) if telemetry.is_on() else None
+        is_kept = summary.outcome == "failed" or 0 < self._slow_us <= summary.total_us
+        return f"{context.trace_id:032x}" if context is not None and (context.is_sampled or is_kept) else ""
 
     def has_line(self, error: BaseException | None) -> None:
         """Notes that the request of this error has its line or will have it, wherever else the error is met."""

@@ -132,6 +132,12 @@ class RequestSpans:
         return telemetry.inject(self.context)
 
     @property
+    def exported_trace_id(self) -> str:
+        """32 hex digits of the trace, if it is already certain that its spans are exported; else empty."""
+        context = self.context
+        return f"{context.trace_id:032x}" if context is not None and self._tracing and context.is_sampled else ""
+
+    @property
     def told_traceparent(self) -> str:
         """The name of this request's span as the client is told it; empty where no span is recorded here."""
         return self.traceparent if self._tracing is not None else ""

@@ -145,7 +145,7 @@ class Operation:
     name: str
     summary: str
     _: KW_ONLY
-    answer: type[msgspec.Struct] | str | None
+    answer: type[msgspec.Struct] | Schema | str | None
     errors: tuple[int, ...] = EVERYWHERE
     others: tuple[tuple[int, type[msgspec.Struct]], ...] = ()
     body: type[msgspec.Struct] | Schema | None = None
@@ -177,6 +177,19 @@ class CountedInput(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     tools: list[Any] | None = None
 
+
+_SCRAPE_TARGETS: Schema = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "targets": {"type": "array", "items": {"type": "string"}},
+            "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+        },
+        "required": ["targets", "labels"],
+        "additionalProperties": False,
+    },
+}
 
 _FORM: Schema = {
     "type": "object",
@@ -333,7 +346,20 @@ OPERATIONS: tuple[Operation, ...] = (
         others=((503, answers.Readiness),),
         needs_key=False,
     ),
-    Operation("GET /metrics", "showMetrics", "Prometheus' text format.", answer=CONTENT_TYPE, needs_admin=True),
+    Operation(
+        "GET /metrics",
+        "showMetrics",
+        "Prometheus' text format, or that of OpenMetrics where `Accept` has it.",
+        answer=CONTENT_TYPE,
+        needs_admin=True,
+    ),
+    Operation(
+        "GET /metrics/targets",
+        "listMetricsTargets",
+        "The workers that serve metrics, as Prometheus' HTTP service discovery reads them.",
+        answer=_SCRAPE_TARGETS,
+        needs_admin=True,
+    ),
     Operation(
         "GET /cluster", "showCluster", "Workers and requests now.", answer=answers.ClusterState, needs_admin=True
     ),

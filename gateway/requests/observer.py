@@ -213,6 +213,7 @@ class AnswerObserver:
         figures.generated_tokens.value += num_tokens
         if delta.first_index == 0:
             figures.ttft_s.observe(request.ttft_s)
+            figures.ttft_s.exemplify(request.ttft_s, request.spec.span.exported_trace_id)
             self._sinks.metrics.note_first_token(
                 request.spec.model,
                 prompt_tokens=len(request.spec.prompt_token_ids),

@@ -61,6 +61,7 @@ CIRCUIT_REMEDIES = {
     "gpu": "look after its GPU: what it says is in tandem status",
 }
 PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+KEYS_REMEDY = "repair the file: it is read again within a second, and until then the keys before it hold"
 CERTIFICATE_REMEDY = "renew it and replace the files: they are read again without a restart"
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,14 @@ class TroubleWatch:
         store: Store,
         *,
         circuits: Callable[[], Mapping[str, Found]],
+        key_error: Callable[[], str] = str,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.troubles = troubles
         self._topology = topology
         self._store = store
         self._circuits = circuits
+        self._key_error = key_error
         self._clock = clock
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
@@ -110,6 +113,8 @@ class TroubleWatch:
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
         troubles.settle("circuit", self._circuits())
+        key_error = self._key_error()
+        troubles.settle("api_keys", {"gateway": Found(key_error, KEYS_REMEDY)} if key_error else {})
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
         slow = {} if not self._store.is_available else slow_redis(self._store.round_trip.mean_s)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 
 Kind = Literal[
+    "api_keys",
     "certificate",
     "circuit",
     "clock",
@@ -28,6 +29,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _SAID: Mapping[Kind, tuple[str, str]] = {
+    "api_keys": ("the file of API keys cannot be read; the old keys stay", "the file of API keys can be read again"),
     "certificate": ("a TLS certificate must be renewed", "a TLS certificate is good again"),
     "clock": ("the clock of a worker is wrong", "the clock of a worker is right again"),
     "gone": ("a worker is gone", "a worker is no longer missed"),

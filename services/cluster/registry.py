@@ -90,6 +90,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Stages that share the layers; 0: unknown."""
     certificate_end_unix_s: Count = 0
     """When its TLS certificate expires, in seconds since 1970; 0: it has none, or does not say."""
+    metrics_address: ShortText = ""
+    """host:port of its /metrics; empty: it serves none."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

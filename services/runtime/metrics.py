@@ -7,18 +7,36 @@ thread may read them for a scrape, so an update is an addition. What a scrape re
 number than in another, never a torn one.
 """
 
+import platform
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.runtime import rpc, telemetry
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.version import version
 
 Child = TypeVar("Child")
+
+
+def process_registry(program: str) -> CollectorRegistry:
+    """Returns a registry with what every process shows: its build, its use of the machine, its spans, its certificate.
+
+    `program` is the program's name, such as `gateway`. From now on no counter or histogram of this process has a
+    series with the time at which it was created: they double the series of a page, and no query asks for them.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotations there
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    for figures in (BuildInfo(program), SpanCounts(), CertificateEnd()):
+        registry.register(figures)
+    return registry
 
 
 class Count:
@@ -30,20 +48,44 @@ class Count:
         self.value = 0.0
 
 
-class Distribution:
-    """One histogram: how many of what was observed were at most each bound, and their sum."""
+class Exemplar(NamedTuple):
+    """One observed value, the trace in which it was seen, and when, in seconds since 1970."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    trace_id: str
+    value: float
+    unix_s: float
+
+    def __str__(self) -> str:
+        return f' # {{trace_id="{self.trace_id}"}} {float(self.value)!r} {self.unix_s:.3f}'
+
+
+class Distribution:
+    """One histogram: how many of what was observed were at most each bound, and their sum.
+
+    `exemplars` holds the last exemplar of a bucket by its number.
+    """
+
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, times: int = 1) -> None:
         """Takes a value in the unit of the bounds, as often as it was seen."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+    def exemplify(self, value: float, trace_id: str) -> None:
+        """Has a value that was observed lead to its trace, until another one of its bucket does.
+
+        Nothing happens without a `trace_id`, which is 32 hex digits of a trace that is recorded.
+        """
+        if trace_id:
+            exemplar = Exemplar(trace_id, value, SYSTEM_CLOCK.unix_ns() / 1e9)
+            self.exemplars[bisect_left(self.bounds, value)] = exemplar
 
     def cumulative(self) -> list[int]:
         """Returns how many were at most each bound, and finally the number of all."""
@@ -61,9 +103,9 @@ class FastRegistry:
         if self._families.setdefault(family.name, family) is not family:
             raise ValueError(f"there is a {family.name} already")
 
-    def text(self) -> bytes:
-        """Returns all of them in Prometheus' text format."""
-        return "".join([family.text() for family in self._families.values()]).encode()
+    def text(self, *, is_openmetrics: bool = False) -> bytes:
+        """Returns all of them in Prometheus' text format, or in that of OpenMetrics without its last line."""
+        return "".join([family.text(is_openmetrics=is_openmetrics) for family in self._families.values()]).encode()
 
 
 class _Family(ABC, Generic[Child]):
@@ -92,16 +134,21 @@ class _Family(ABC, Generic[Child]):
             known = self._children[values] = self._make(), self._names(said)
         return known[0]
 
-    def text(self) -> str:
-        """Returns the family's lines."""
-        lines = [f"# HELP {self._title} {self._words}\n# TYPE {self._title} {self.kind}\n"]
+    def text(self, *, is_openmetrics: bool = False) -> str:
+        """Returns the family's lines. Only OpenMetrics has exemplars, and names counters without `_total`."""
+        title = self.name if is_openmetrics else self._title
+        words = self._words.replace('"', r"\"") if is_openmetrics else self._words
+        lines = [f"# HELP {title} {words}\n# TYPE {title} {self.kind}\n"]
         for child, names in list(self._children.values()):
-            lines += self._lines(child, names)
+            lines += self._lines_with_exemplars(child, names) if is_openmetrics else self._lines(child, names)
         return "".join(lines)
 
     @property
     def _title(self) -> str:
         return self.name
+
+    def _lines_with_exemplars(self, child: Child, names: list[str]) -> list[str]:
+        return self._lines(child, names)
 
     @abstractmethod
     def _make(self) -> Child: ...
@@ -176,6 +223,12 @@ class Distributions(_Family[Distribution]):
         figures = [f"{name} {count}.0\n" for name, count in zip(names, [*counts, counts[-1]], strict=False)]
         return [*figures, f"{names[-1]} {float(total)!r}\n"]
 
+    def _lines_with_exemplars(self, child: Distribution, names: list[str]) -> list[str]:
+        lines = self._lines(child, names)
+        for bucket, exemplar in list(child.exemplars.items()):
+            lines[bucket] = f"{lines[bucket][:-1]}{exemplar}\n"
+        return lines
+
 
 def _name(name: str, said: Sequence[str]) -> str:
     return f"{name}{{{','.join(sorted(said))}}}" if said else name
@@ -183,6 +236,24 @@ def _name(name: str, said: Sequence[str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class BuildInfo(Collector):
+    """To be registered; says which version of which program this is, and on which Python it runs."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Returns what a scrape gets."""
+        (info,) = self.describe()
+        info.add_metric((self._program, version(), platform.python_version()), 1)
+        return (info,)
+
+    def describe(self) -> tuple[GaugeMetricFamily]:
+        """Returns the name, for the registry."""
+        labels = ("program", "version", "python")
+        return (GaugeMetricFamily("tandem_build_info", "1 for what runs: program and versions.", labels=labels),)
 
 
 class SpanCounts(Collector):

@@ -39,6 +39,20 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
         assert spec.environment == {"A": "b", "TANDEM_REDIS": "unix:///tmp/r.sock"}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((), [None] * 3), (("--metrics-port=0",), [0] * 3), (("--metrics-port=9100",), [9100, 9101, 9102])],
+)
+def test_no_two_workers_serve_metrics_on_one_port(given: tuple[str, ...], expected: list[int | None]) -> None:
+    settings = up("--prefill=2", *given)
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
+    ports = [
+        next((int(flag.partition("=")[2]) for flag in spec.command if flag.startswith("--metrics-port=")), None)
+        for spec in specs
+    ]
+    assert ports == expected
+
+
 def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None:
     given = {
         "gateway": {"--routing=sticky", "--max-queued-requests=9", "--no-reflection"},

@@ -42,7 +42,7 @@ async def begun(system, worker_type, pair, num_tokens, may_die):
     await system.add(worker_type("decode", "decode-0", dies_after(pair, num_tokens, may_die), fingerprint="old"))
     waiting = asyncio.create_task(ask(system))
     await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == num_tokens)
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels("tiny").value == num_tokens)
     return waiting, await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
 
 
@@ -78,7 +78,7 @@ async def waiting_for_room(system, worker_type, pair, may_die, may_end):
     await system.add(full)
     keeps_it_full = asyncio.create_task(ask(system, [6, 6]))
     await system.until(lambda: len(full.attempts) == 1)
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels("tiny").value == 3)
     return begun, keeps_it_full, full
 
 
@@ -149,7 +149,7 @@ async def test_an_answer_goes_on_only_with_the_same_identity(
     system, may_die = await make_system(failover_wait_s=0.5, allow_inexact=allow_inexact), asyncio.Event()
     await system.add(worker_type("decode", "decode-0", dies_after(pair, 3, may_die), identity=texts[0]))
     waiting = asyncio.create_task(ask(system))
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels("tiny").value == 3)
     other = await system.add(worker_type("decode", "decode-1", pair.decode, identity=texts[1]))
     may_die.set()
     response = await waiting

@@ -232,7 +232,7 @@ async def test_they_come_once_when_the_worker_dies_after_the_first_token(make_sy
     await system.add(worker_type("decode", "decode-0", dies))
     body = {"prompt": [10, 11, 12], "prompt_logprobs": 0, "max_tokens": 100, "return_token_ids": True}
     waiting = asyncio.create_task(system.complete(**body))
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value > 0)
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels("tiny").value > 0)
     second = await system.add(worker_type("decode", "decode-1", pair.decode))
     is_second_there.set()
     (choice,) = (await waiting).json()["choices"]

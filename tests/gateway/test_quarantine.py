@@ -678,7 +678,7 @@ async def test_a_death_in_a_trial_that_two_shared_is_no_proof(make_system, worke
     asked = [asyncio.create_task(ask(system, prompt)) for prompt in ([1], [2])]
     for number, num_seen in ((0, 2), (1, 2), (2, 1)):
         await system.until(lambda number=number, wanted=num_seen: len(seen[number]) == wanted)
-        await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+        await system.until(lambda: system.gateway.metrics.generated_tokens.labels("tiny").value == 3)
         await system.add(worker_type("decode", f"decode-{number + 1}", decode))
         may_die[number].set()
     for response in await asyncio.gather(*asked):

@@ -22,6 +22,7 @@ PAGES = [
     *(("/v1/models", key, status) for key, status in (("nobody", 401), ("a user", 200), ("an admin", 200))),
     *(("/openapi.json", key, status) for key, status in (("nobody", 401), ("a user", 200))),
     *(("/metrics", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
+    *(("/metrics/targets", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
     *(("/cluster", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
     *(("/nothing", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 404))),
     *(("/v1/nothing", key, status) for key, status in (("nobody", 401), ("a user", 404))),

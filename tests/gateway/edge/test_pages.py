@@ -1,6 +1,11 @@
 """Pages over HTTP: models, probes, metrics and the cluster."""
 
+from types import SimpleNamespace
+
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from gateway.edge.pages import scrape_targets
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -21,9 +26,10 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert (await system.http.get("/v1/models/tiny")).json() == model
     await system.complete(max_tokens=3)
     metrics = (await system.http.get("/metrics")).text
-    assert "tandem_generated_tokens_total 3.0" in metrics
+    assert 'tandem_generated_tokens_total{model="tiny"} 3.0' in metrics
     assert 'tandem_workers{role="decode",state="ready"} 1.0' in metrics
     assert (await system.http.head("/metrics")).status_code == 200
+    assert (await system.http.get("/metrics/targets")).json() == [], "these workers serve no metrics"
     cluster = (await system.http.get("/cluster")).json()
     assert [worker["id"] for worker in cluster["workers"]] == ["decode-0", "prefill-0"]
     assert set(cluster["workers"][0]) == {
@@ -34,3 +40,34 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert cluster["workers"][0]["gpu"] is None
     assert cluster["workers"][0]["pages"] == {"total": 100, "free": 100, "cached": 0, "reserved": 0, "used": 0}
     assert cluster["requests"] == {"queued": 0, "running": 0}
+
+
+PLAIN = "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+PROMETHEUS = f"application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,{PLAIN}"
+
+
+async def test_a_scraper_gets_openmetrics_if_it_takes_it(make_system, pair_type, answer):
+    system = await make_system()
+    await system.add_pair(pair_type([*answer, 1]))
+    await system.complete(max_tokens=3)
+    page = await system.http.get("/metrics", headers={"accept": PROMETHEUS})
+    assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in text_string_to_metric_families(page.text)}
+    (tokens,) = families["tandem_generated_tokens"].samples
+    assert (tokens.name, tokens.labels, tokens.value) == ("tandem_generated_tokens_total", {"model": "tiny"}, 3.0)
+    for accept in (PLAIN, "*/*", ""):
+        plain = await system.http.get("/metrics", headers={"accept": accept})
+        assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert "# TYPE tandem_generated_tokens_total counter" in plain.text
+        assert "_created" not in plain.text
+
+
+def test_targets_are_the_workers_that_serve_metrics():
+    def member(worker_id, role, address):
+        return SimpleNamespace(record=SimpleNamespace(id=worker_id, role=role, model="tiny", metrics_address=address))
+
+    members = [member("d-0", "decode", "10.0.0.7:9100"), member("d-1", "decode", ""), member("p-0", "prefill", "h:1")]
+    assert scrape_targets(members) == [
+        {"targets": ["10.0.0.7:9100"], "labels": {"role": "decode", "model": "tiny"}},
+        {"targets": ["h:1"], "labels": {"role": "prefill", "model": "tiny"}},
+    ]

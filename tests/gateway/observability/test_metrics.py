@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
+from gateway.access.keys import ApiKey, digest_of_key, new_key, toml_entry
 from gateway.http.bodies import Bodies
 from gateway.http.connections import Connections
 from gateway.http.metrics import HttpUse
 from gateway.limits import SERVICE_CLASSES
-from gateway.observability.metrics import Metrics
+from gateway.observability.metrics import MAX_TENANTS, OTHER_TENANTS, Metrics
 from gateway.topology.counts import Counts, HostTierPages
 from gateway.topology.presence import Presence
 from gateway.topology.reports import WorkerLoad
@@ -27,6 +28,7 @@ from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.gpu_use import GpuUse
+from services.runtime.worker_state import WorkerState
 from services.scheduling.health import judge_gpu
 from worker.config import WorkerConfig
 from worker.metrics import Load as OwnLoad
@@ -63,7 +65,6 @@ class Figures:
                 key = name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
                 assert key not in self.samples, f"{line} is on the page twice"
                 self.samples[key] = float(value)
-        self.kinds = {name: kind for name, kind in self.kinds.items() if not name.endswith("_created")}
 
     def __getitem__(self, name):
         """The sum over all series of a name, or of those that have the labels: `figures["x", {"model": "tiny"}]`."""
@@ -275,15 +276,56 @@ async def test_what_a_client_writes_is_no_label(make_system, pair):
         assert word not in text
 
 
+async def test_tenants_of_the_key_file_have_figures_of_their_own(make_system, pair, tmp_path):
+    admin, user = new_key(), new_key()
+    keys = (ApiKey(digest_of_key(admin), "ops", is_admin=True), ApiKey(digest_of_key(user), "acme"))
+    file = tmp_path / "keys.toml"
+    file.write_text("\n".join(map(toml_entry, keys)))
+    system = await make_system(api_keys=file)
+    await system.add_pair(pair)
+    for key, tenant in ((user, ""), (admin, ""), (admin, "nobody-knows")):
+        shown = {"authorization": f"Bearer {key}", **({"x-tandem-tenant": tenant} if tenant else {})}
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, **({"tenant": tenant} if tenant else {})}
+        assert (await system.http.post("/v1/completions", json=body, headers=shown)).status_code == 200
+    name = "tandem_tenant_requests_total"
+    await system.until(lambda: figures_now(system)[name] == 3)
+    figures = figures_now(system)
+    for tenant in ("acme", "ops", OTHER_TENANTS):
+        assert figures[name, {"tenant": tenant, "outcome": "finished"}] == 1
+        assert figures["tandem_tenant_tokens_total", {"tenant": tenant, "kind": "prompt"}] == 3
+        assert figures["tandem_tenant_tokens_total", {"tenant": tenant, "kind": "generated"}] == 4
+
+
+def test_no_number_of_tenants_makes_a_page_long():
+    metrics = Metrics()
+    metrics.watch_tenants(lambda tenant: True)
+    for number in range(3 * MAX_TENANTS):
+        metrics.note_tenant(f"t-{number}", "finished", prompt_tokens=1, generated_tokens=1)
+    figures = Figures(metrics.render([]).decode())
+    name = "tandem_tenant_requests_total"
+    assert len([key for key in figures.samples if key[0] == name]) == MAX_TENANTS + 1
+    assert figures[name, {"tenant": OTHER_TENANTS}] == 2 * MAX_TENANTS
+
+
 COUNTS = Counts({"ngram": 9}, {"ngram": 6}, {"place": 2}, HostTierPages(8, 5, 3, 9, 4, 2))
 
 
 def member(role, worker_id, facts=None):
-    record = SimpleNamespace(role=role, id=worker_id)
+    record = SimpleNamespace(
+        role=role,
+        id=worker_id,
+        model="tiny",
+        version="1.0",
+        host="here",
+        region="",
+        layout_fingerprint="f" * 8,
+        tensor_parallel=2,
+        pipeline_parallel=0,
+    )
     gpu = judge_gpu(facts) if facts is not None else None
     session = SimpleNamespace(counts=COUNTS if facts is not None else None)
-    load = WorkerLoad(8, 4, 2, 1, 1)
-    return SimpleNamespace(record=record, load=load, session=session, state="ready", gpu_facts=facts, gpu=gpu)
+    load = WorkerLoad(8, 4, 2, 1, 1, running=3, waiting=2)
+    return SimpleNamespace(record=record, load=load, session=session, state=WorkerState.READY, gpu_facts=facts, gpu=gpu)
 
 
 def test_a_worker_that_left_is_in_no_figure():
@@ -299,6 +341,10 @@ def test_a_worker_that_left_is_in_no_figure():
     assert figures["tandem_worker_host_tier_moved_pages_total", {"worker": "d-0", "way": "back"}] == 4
     assert figures["tandem_worker_gpu_temperature_celsius", {"worker": "d-0"}] == 60
     assert figures["tandem_worker_gpu_memory_bytes", {"worker": "d-0", "state": "total"}] == 5
+    assert figures["tandem_workers", {"role": "decode", "state": "ready"}] == 2
+    assert figures["tandem_worker_devices", {"worker": "d-0"}] == 2
+    assert figures["tandem_worker_sequences", {"worker": "d-1", "state": "running"}] == 3
+    assert figures["tandem_worker_info", {"worker": "d-1", "model": "tiny", "layout": "ffffffff"}] == 1
     text = metrics.render(members[1:]).decode()
     assert "d-0" not in text
     assert Figures(text)["tandem_sent_attempts_total"] == 1
@@ -365,13 +411,15 @@ def all_moved():
     metrics.note_refusal("server_overloaded")
     metrics.note_overload("queue")
     metrics.note_tenant_refusal("concurrency")
+    metrics.watch_tenants(lambda tenant: True)
+    metrics.note_tenant("a-tenant", "finished", prompt_tokens=3, generated_tokens=2)
     metrics.note_unlogged("slow")
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
     metrics.batch_rows.labels("completed").inc()
     use = MemoryUse(used_bytes=5, max_bytes=9, policy="noeviction", num_evicted_keys=0, file_bytes=1, journal_bytes=1)
     metrics.note_storage(use, {"files": 2})
-    metrics.watch_http(HttpUse(Connections(), Bodies(0)))
+    metrics.watch(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})
     metrics.watch_troubles(Troubles(), Presence({"decode": 1}))
@@ -416,7 +464,8 @@ async def test_the_page_lists_what_a_gateway_shows(make_system, pair):
     running = await figures_of(system)
     moved = Figures(all_moved())
     assert moved.kinds == running.kinds
-    assert {name: (kind, frozenset(moved.labels(name))) for name, kind in moved.kinds.items()} == documented("Gateway")
+    shown = {name: (kind, frozenset(moved.labels(name))) for name, kind in moved.kinds.items()}
+    assert shown == documented("Gateway") | documented("The model-server protocol")
 
 
 def test_the_page_lists_what_a_worker_shows():
@@ -427,6 +476,8 @@ def test_the_page_lists_what_a_worker_shows():
 @pytest.mark.parametrize("title", ["Gateway", "Worker"])
 def test_names_follow_the_conventions(title):
     for name, (kind, _) in documented(title).items():
+        if name.startswith("process_"):  # prometheus_client's own, with the names that dashboards know
+            continue
         assert name.startswith("tandem_")
         assert name.endswith("_total") == (kind == "counter"), name
         assert not re.search(r"_(ms|us|mb|gb|percent)(_total)?$", name), "base units only"

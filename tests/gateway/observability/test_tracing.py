@@ -380,6 +380,17 @@ async def test_a_refused_request_is_one_span_where_it_is_sampled(system, spans):
     assert len(spans.named("request")) == 1
 
 
+async def test_latencies_lead_to_the_traces_that_are_exported(system):
+    body = {"prompt": [5, 6, 7], "max_tokens": 5}
+    for flags, traced in (("00", 0), ("01", 2)):
+        await system.http.post("/v1/completions", json=body, headers=headers(flags=flags))
+        page = await system.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        lines = [line for line in page.text.splitlines() if TRACE_ID in line]
+        names = {line.split("{")[0] for line in lines}
+        assert len(lines) == traced
+        assert names <= {"tandem_time_to_first_token_seconds_bucket", "tandem_request_duration_seconds_bucket"}
+
+
 async def test_nobody_records_while_telemetry_is_off(make_system, pair):
     system = await make_system()
     await system.add_pair(pair)

@@ -63,11 +63,13 @@ class Scene:
             watch_handoffs=lambda note: None,
         )
         self.circuits: dict[str, Found] = {}
+        self.key_error = ""
         self.watch = TroubleWatch(
             Troubles(clock=self.wall),
             cast(Any, topology),
             cast(Any, self.store),
             circuits=lambda: self.circuits,
+            key_error=lambda: self.key_error,
             clock=self.wall,
         )
 
@@ -127,6 +129,13 @@ def test_a_worker_that_stays_unreachable(scene: Scene) -> None:
     assert len(found) == 2
     scene.members = []
     assert scene.look(1.0) == {}
+
+
+def test_a_file_of_keys_that_cannot_be_read(scene: Scene) -> None:
+    scene.key_error = "line 3 is no TOML"
+    assert scene.look() == {("api_keys", "gateway"): "line 3 is no TOML"}
+    scene.key_error = ""
+    assert scene.look() == {}
 
 
 def test_redis_that_is_far_and_redis_that_is_away(scene: Scene) -> None:
