@@ -19,7 +19,7 @@ SBOM ?= build/sbom.cdx.json
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy attack fuzz test-mutants test-gpu test-vllm check-model check \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy attack fuzz test-mutants test-gpu test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -82,6 +82,9 @@ test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags 
 
 check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests, tests with vLLM
 	@.ci/run
+
+images: ## build the container images of this work tree, and print their sizes (ARGS: which; deploy/images/README.md)
+	@deploy/images/build.sh $(ARGS)
 
 format: install-dev ## rewrite the sources in the project's format
 	$(PYTHON_IN) -m ruff check --quiet --fix-only --select I .

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -44,10 +45,10 @@ def version_of(pin: Requirement) -> Version:
     return Version(specifier.version)
 
 
-def serving() -> list[str]:
+def serving(*, extras: Sequence[str] = SERVING_EXTRAS) -> list[str]:
     project = PROJECT["project"]
-    extras = project["optional-dependencies"]
-    return [*project["dependencies"], *(one for extra in SERVING_EXTRAS for one in extras[extra])]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *(one for extra in extras for one in optional[extra])]
 
 
 def wishes(name: str) -> list[str]:
@@ -91,7 +92,7 @@ def test_a_lock_keeps_to_the_constraints(lock: str) -> None:
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_everything_locked_has_hashes_and_no_place_to_come_from(lock: str) -> None:
-    assert LOCKS == ["dev", "install", "protos", "serve", "vllm", "vllm-cuda"]
+    assert LOCKS == ["dev", "gateway", "install", "protos", "serve", "vllm", "vllm-cuda", "worker"]
     for line in lines_of(lock):
         assert re.fullmatch(r"[a-z0-9._-]+==\S+( ; [^#]+?)?(\s+--hash=sha256:[0-9a-f]{64})+", line.strip()), line[:80]
     assert "://" not in (ROOT / "requirements" / f"{lock}.lock").read_text()

@@ -19,6 +19,9 @@ serving=(--extra worker --extra local --extra gpu -c constraints.txt pyproject.t
 lock "$@" "${serving[@]}" -o requirements/serve.lock
 # What serves is chosen first; tools for development have to do with it.
 lock "$@" "${serving[@]}" -c requirements/serve.lock --group dev -o requirements/dev.lock
+# What container images hold: all of it is what serves, too.
+lock "$@" -c requirements/serve.lock pyproject.toml -o requirements/gateway.lock
+lock "$@" -c requirements/serve.lock -c constraints.txt --extra worker --extra gpu pyproject.toml -o requirements/worker.lock
 lock "$@" requirements/install.in -o requirements/install.lock
 lock "$@" requirements/protos.in -o requirements/protos.lock
 # What vLLM asks for and cannot have beside what serves stands in its overrides: no resolver would find a way otherwise.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from services.engine.kernels.build import KernelsUnavailable, build_library, source_digest
+from services.engine.kernels.ready import ready_library
 from services.engine.steps.guesses import LEVELS, Draw
 from services.runtime.errors import InvariantViolated
 
@@ -317,8 +318,11 @@ def load_kernels() -> Kernels:
 
 
 def open_kernels(*, cache_dir: Path | None = None) -> Kernels:
-    """Builds the library where `cache_dir` does not hold it, loads and checks it. Raises KernelsUnavailable."""
-    kernels = Kernels(build_library(cache_dir=cache_dir))
+    """Loads and checks the library that this installation has ready, else the one that `cache_dir` holds or gets.
+
+    Raises KernelsUnavailable.
+    """
+    kernels = Kernels(ready_library() or build_library(cache_dir=cache_dir))
     check_arithmetic(kernels)
     return kernels
 
