@@ -22,9 +22,10 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from benchmarks.report import Ratio, add_arguments, leave
 from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane, WaitingPlace

@@ -10,7 +10,7 @@ from services.runtime import config, heap, logs, process, rpc, service_manager, 
 from services.runtime.membership import Member
 from services.runtime.tls import Identity
 
-COLLECT_AFTER = (5_000, 20, 10)
+COLLECT_AFTER = (50_000, 20, 10)
 """New objects, and collections of these, before the collector looks at them. With Python's 700, 10 and 10 it takes a
 tenth of a busy gateway's time, mostly to find that requests under way are still in use."""
 

@@ -432,7 +432,7 @@ class Gateway:
     async def _tell_readiness(self) -> None:
         """Keeps the health of the service that needs workers, which is the gateway's readiness."""
         was_ready = False
-        async with contextlib.aclosing(self.topology.changes()) as changes:
+        async with contextlib.aclosing(self.topology.changes(with_loads=False)) as changes:
             async for _ in changes:
                 if self._is_leaving:
                     return

@@ -52,6 +52,8 @@ GRPC_PREFIX = "sampling."
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _BIAS = Bounds(float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+_CHOICES = Bounds(int, 1, MAX_CHOICES)
+_PRIORITY = Bounds(int, -MAX_PRIORITY, MAX_PRIORITY)
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -223,7 +225,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> 
 
 def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
     """Checks the number of answers to each of the prompts."""
-    check_integer(n, "n", minimum=1, maximum=MAX_CHOICES)
+    _CHOICES.check(n, "n")
     if n * num_prompts > MAX_SEQUENCES:
         raise InvalidRequest(
             f"{num_prompts} prompts with n = {n} are too many answers for one call; the most is {MAX_SEQUENCES}",
@@ -267,7 +269,7 @@ def check_cache_salt(salt: str) -> None:
 
 def check_priority(priority: int) -> None:
     """Checks that a priority is in [-100, 100]."""
-    check_integer(priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    _PRIORITY.check(priority, "priority")
 
 
 def check_service_class(name: str) -> None:

@@ -19,6 +19,8 @@ TTFT, TPOT = "X-Slo-Ttft-Ms", "X-Slo-Tpot-Ms"
 PREFILL = "X-Tandem-Prefill"
 HINTS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """How long OpenAI's clients wait for the next byte, in seconds; they send it unasked."""
+WISHES = (TTFT, TPOT, PREFILL, *HINTS)
+"""The names of all headers and metadata that say a wish."""
 MIN_MS = 0.001
 MAX_MS = 24 * 3600 * 1000
 

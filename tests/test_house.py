@@ -13,7 +13,7 @@ MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 LONG_FILES = {
     "kv_transfer/protocol/receiver.py": 557,
     "services/engine/cache/pages.py": 700,
-    "services/scheduling/queue.py": 524,
+    "services/scheduling/queue.py": 519,
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -34,6 +34,7 @@ _BEARER = re.compile(r"bearer +([A-Za-z0-9._~+/=-]{1,512}) *", re.IGNORECASE)
 _OPEN_KEY = ApiKey("", "", service_class=SERVICE_CLASSES[0], priority=2**31 - 1, is_admin=True)
 """What everybody may do where no keys are asked for."""
 _STARTER_TENANT = "operator"
+_DEFAULT_PLACE = SERVICE_CLASSES.index(DEFAULT_SERVICE_CLASS)
 
 
 class FrontDoor:
@@ -175,7 +176,9 @@ class FrontDoor:
 
     def ticket(self, tenant: str) -> "Ticket | None":
         """Returns a ticket for one call of a tenant; None: it has no limits."""
-        limits = TenantLimits() if self._file is None else self._file.keys.limits_of(tenant)
+        if self._file is None:
+            return None
+        limits = self._file.keys.limits_of(tenant)
         if limits.is_unlimited:
             return None
         return Ticket(self._limiter, tenant, limits, self._expected_tokens, on_refusal=self._on_refusal)
@@ -190,7 +193,7 @@ class FrontDoor:
         """Returns the class asked for; without one the default, or the key's where that is less."""
         highest = SERVICE_CLASSES.index(key.service_class)
         if not asked:
-            return SERVICE_CLASSES[max(highest, SERVICE_CLASSES.index(DEFAULT_SERVICE_CLASS))]
+            return SERVICE_CLASSES[max(highest, _DEFAULT_PLACE)]
         check_service_class(asked)
         if SERVICE_CLASSES.index(asked) < highest:
             raise PermissionDenied(

@@ -8,6 +8,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from gateway.access.door import FrontDoor
@@ -20,7 +21,7 @@ from gateway.named.requests import Journals
 from gateway.openai.writer import Whole
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
 from gateway.requests.delivery import FastPath
-from gateway.requests.fallback import Stream, begun
+from gateway.requests.fallback import Stream, begun, streams_of
 from gateway.requests.fan_out import all_of, merged
 from gateway.requests.lifecycle import Requests
 from gateway.types import Delta, PromptLogprobs, TokenLogprobs, Usage
@@ -87,27 +88,25 @@ class Generator:
         self._journals = journals
         self._door = door
 
-    @contextlib.asynccontextmanager
-    async def answers(
+    def answers(
         self, asked: Call | Ask, key: ApiKey, *, on_taken: Callable[[str, str], None]
-    ) -> AsyncIterator[Answers]:
+    ) -> contextlib.AbstractAsyncContextManager[Answers]:
         """The answers that a caller with this key asks for. Leaving the block ends what is generated for it alone.
 
         `on_taken` is told the request's id and its traceparent (or an empty text) before anything is generated. Raises
         what `Requests.accept`, `Requests.run` or `Journals.attach` raises.
         """
         if isinstance(asked, Ask):
-            async with self._journals.attach(asked) as reader:
-                on_taken(reader.request_id, reader.traceparent)
-                # Another key of the tenant may have begun it, and may be allowed more.
-                self._door.check_model(key, reader.model)
-                yield _NamedAnswers(reader, self._requests.new_text)
-            return
-        with await self._requests.accept(asked) as accepted:
-            on_taken(accepted.request_id, accepted.span.told_traceparent)
-            paths = [FastPath() for _ in accepted.specs]
-            async with begun(self._requests, accepted, accepted.specs, fast_paths=paths) as streams:
-                yield _PlainAnswers(accepted, streams, paths)
+            return self._attached(asked, key, on_taken)
+        return _Generation(self._requests, asked, on_taken)
+
+    @contextlib.asynccontextmanager
+    async def _attached(self, asked: Ask, key: ApiKey, on_taken: Callable[[str, str], None]) -> AsyncIterator[Answers]:
+        async with self._journals.attach(asked) as reader:
+            on_taken(reader.request_id, reader.traceparent)
+            # Another key of the tenant may have begun it, and may be allowed more.
+            self._door.check_model(key, reader.model)
+            yield _NamedAnswers(reader, self._requests.new_text)
 
     async def written(self, answers: Answers, num_logprobs: int, write: Callable[[], T]) -> T:
         """Returns what `write` returns, which it does on a thread where it writes many log-probabilities.
@@ -118,6 +117,47 @@ class Generator:
             return write()
         turns = self._requests.catalog[answers.model].tokenizer.turns
         return await turns.call(write, tenant=answers.specs[0].facts.tenant)
+
+
+class _Generation:
+    """The block in which the answers to a request without a name are generated.
+
+    A class, because every request enters it, and an asynchronous generator costs several times as much.
+    """
+
+    def __init__(self, requests: Requests, call: Call, on_taken: Callable[[str, str], None]) -> None:
+        self._requests = requests
+        self._call = call
+        self._on_taken = on_taken
+        self._accepted: AcceptedCall | None = None
+        self._begun: contextlib.AbstractAsyncContextManager[list[Stream]] | None = None
+
+    async def __aenter__(self) -> Answers:
+        self._accepted = accepted = await self._requests.accept(self._call)
+        try:
+            self._on_taken(accepted.request_id, accepted.span.told_traceparent)
+            paths = [FastPath() for _ in accepted.specs]
+            if accepted.fallbacks:
+                self._begun = begun(self._requests, accepted, accepted.specs, fast_paths=paths)
+                streams = await self._begun.__aenter__()
+            else:
+                streams = streams_of(self._requests, accepted.specs, paths)
+        except BaseException as error:
+            accepted.__exit__(type(error), error, error.__traceback__)
+            raise
+        return _PlainAnswers(accepted, streams, paths)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        assert self._accepted is not None, "the block was entered"
+        try:
+            if self._begun is not None:
+                await self._begun.__aexit__(kind, error, at)
+        except BaseException as other:
+            self._accepted.__exit__(type(other), other, other.__traceback__)
+            raise
+        self._accepted.__exit__(kind, error, at)
 
 
 class _PlainAnswers(Answers):
@@ -137,6 +177,14 @@ class _PlainAnswers(Answers):
     async def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
         if len(self._streams) == 1:
             self._paths[0].take = take_now
+            async with contextlib.aclosing(self._streams[0]) as deltas:
+                is_first = True
+                async for delta in deltas:
+                    if delta.usage is not None:
+                        self._usages[0] = delta.usage
+                    yield Part(0, delta, is_first)
+                    is_first = False
+            return
         seen: set[int] = set()
         async with contextlib.aclosing(merged(self._streams)) as parts:
             async for choice, delta in parts:

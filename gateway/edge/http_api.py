@@ -215,7 +215,7 @@ class HttpApi:
                 exchange.add_trace(traceparent)
                 exchange.add_limits(call.ticket)
 
-            with exchange.cancelled_on_disconnect():
+            with exchange:
                 async with self._generator.answers(ask or call, key, on_taken=note_taken) as answers:
                     await self._send(exchange, answers, read.body, writer_type)
 

@@ -17,12 +17,13 @@ from gateway.openai.requests import RequestBody, parse, parse_named
 from gateway.openai.responses_request import TEMPLATE_FIELDS
 from gateway.openai.writer import Writer
 from gateway.requests.call import Call
-from gateway.wishes import MAX_MS, TIMEOUT, read_ms, read_wishes
+from gateway.wishes import MAX_MS, TIMEOUT, WISHES, read_ms, read_wishes
 from services.runtime.clock import Deadline
 from services.runtime.errors import InvalidRequest
 
-_NAMING = (b"idempotency-key", b"last-event-id", b"x-request-id")
+_NAMING = frozenset((b"idempotency-key", b"last-event-id", b"x-request-id"))
 """Headers of requests that have a name, whose answers others may read too."""
+_WISHES = frozenset(name.lower().encode() for name in WISHES)
 
 
 class HttpCall(NamedTuple):
@@ -40,7 +41,7 @@ async def read_call(
     exchange: Exchange, bodies: Bodies, claim: Claim, body_type: type[RequestBody], writer_type: type[Writer]
 ) -> HttpCall:
     """Reads the request. Raises InvalidRequest, and what `Exchange.read_body` raises."""
-    is_named = any(exchange.optional_header(name) is not None for name in _NAMING)
+    is_named = exchange.has_any(_NAMING)
     read = await bodies.read(
         claim, exchange.read_body, lambda body: _read_body(body, body_type, writer_type, is_named=is_named)
     )
@@ -51,7 +52,8 @@ async def read_call(
         check_affinity_key(session, field_name="X-Session-Id")
         call.affinity_key = session
     _read_permission(exchange, call)
-    call.wishes = read_wishes(lambda name: exchange.optional_header(name.encode()))
+    if exchange.has_any(_WISHES):
+        call.wishes = read_wishes(lambda name: exchange.optional_header(name.encode()))
     call.deadline = _deadline(exchange, read.body)
     call.request_id = exchange.optional_header(b"x-request-id")
     call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=bool(read.body.stream)))

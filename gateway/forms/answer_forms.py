@@ -24,7 +24,8 @@ class AnswerForms:
 
         Raises InvalidRequest for a form that answers cannot be made to have, Overloaded where too many are checked.
         """
-        form = answer_form(call, model.tokenizer, prompt_token_ids, schema=await self._schema(call))
+        schema = await self._schema(call) if call.sampling.json_schema else ""
+        form = answer_form(call, model.tokenizer, prompt_token_ids, schema=schema)
         if form is not None:
             await self._check_form(form, call, model)
         return form

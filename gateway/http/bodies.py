@@ -136,9 +136,10 @@ class Claim:
 
     def release(self) -> None:
         """Gives all of it back; a second time does nothing."""
-        self._bodies._release(self)
-        self.num_bytes = 0
-        self.is_small = True
+        if self.num_bytes:
+            self._bodies._release(self)
+            self.num_bytes = 0
+            self.is_small = True
 
     def __enter__(self) -> "Claim":
         return self

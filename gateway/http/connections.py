@@ -36,6 +36,12 @@ class Connection:
         protocol = self._protocol
         return protocol is not None and not protocol.flow.write_paused and not protocol.transport.is_closing()
 
+    @property
+    def has_whole_body(self) -> bool:
+        """Whether the body of the present request has arrived; reading it waits for nothing."""
+        protocol = self._protocol
+        return protocol is not None and not protocol.cycle.more_body
+
     def write_chunk(self, data: bytes) -> None:
         """Writes a piece of an answer whose head was sent and whose length was not told."""
         assert self._protocol is not None

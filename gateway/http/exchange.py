@@ -8,8 +8,9 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Set
 from http import HTTPStatus
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -37,6 +38,8 @@ MIN_BODY_BYTES_PER_S = 16 * 1024
 BODY_LOOK_S = 5.0
 SLOW_CLIENT_LIMIT_S = 30.0
 """The time after which a client that takes nothing is dropped."""
+
+_JSON = "application/json"
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class Exchange:
         self._answer_headers: HeaderPairs = []
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._answered_by: asyncio.Task[Any] | None = None
+        """The task that a lost client ends."""
         self._is_client_lost = False
         self._body_until_s = 0.0
         self._slow_body = ""
@@ -82,7 +87,12 @@ class Exchange:
 
     def joined(self, name: str) -> str:
         """Returns the values of a header, with commas between them."""
-        return ",".join(self.all_headers(name.encode()))
+        key = name.encode()
+        return ",".join(self.all_headers(key)) if key in self._first_values else ""
+
+    def has_any(self, names: Set[bytes]) -> bool:
+        """Returns whether the request has one of these headers."""
+        return not names.isdisjoint(self._first_values)
 
     def optional_header(self, name: bytes) -> str | None:
         """Returns the value of a header; None if it is absent."""
@@ -114,16 +124,15 @@ class Exchange:
         It has MAX_BODY_READ_S to come. One that holds more than a small body may has to come at a least rate too.
         """
         self._check_head()
+        if self._connection.has_whole_body:
+            return await self._receive_body(claim)
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
         self._body_until_s = loop.time() + MAX_BODY_READ_S
-        # A bare timer instead of asyncio.timeout: nearly always the body is here already.
         self._timer = loop.call_later(min(BODY_LOOK_S, MAX_BODY_READ_S), self._check_body, task, claim, 0)
         try:
-            body = await self._receive_body(claim)
-            self.is_unread = False
-            return body
+            return await self._receive_body(claim)
         except asyncio.CancelledError:
             if self._is_client_lost and task.uncancel() == 0:
                 raise HttpRefusal(self._slow_body, http_status=408, code="request_timeout") from None
@@ -165,6 +174,7 @@ class Exchange:
         """Sends server-sent events; begins the answer with the first."""
         if not self.has_started:
             self.has_started = True
+            self._check_progress()
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
@@ -188,34 +198,33 @@ class Exchange:
         """Ends a stream of events."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    @contextlib.contextmanager
-    def cancelled_on_disconnect(self) -> Iterator[None]:
-        """Raises RequestCancelled in this task if the client goes away, or takes nothing for too long."""
+    def __enter__(self) -> None:
+        """Raises RequestCancelled in this task, until the block is left, if the client goes away or takes nothing."""
         task = asyncio.current_task()
         assert task is not None
         if self._connection.is_lost:
             raise RequestCancelled("the client left")
+        self._answered_by = task
         self._connection.on_lost = functools.partial(self._lose_client, task)
-        self._check_progress(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._is_client_lost and task.uncancel() == 0:
-                raise RequestCancelled("the client left") from None
-            raise
-        finally:
-            self._connection.on_lost = None
-            if self._timer is not None:
-                self._timer.cancel()
 
-    def _check_progress(self, task: "asyncio.Task[Any]") -> None:
-        """Looks now and then whether one piece has been on its way for too long."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        task, self._answered_by = self._answered_by, None
+        self._connection.on_lost = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if isinstance(error, asyncio.CancelledError) and self._is_client_lost and task and task.uncancel() == 0:
+            raise RequestCancelled("the client left") from None
+
+    def _check_progress(self) -> None:
+        """Looks now and then whether one piece of a stream has been on its way for too long."""
         loop = asyncio.get_running_loop()
         since_s = self._sending_since_s
+        if self._answered_by is None:
+            return
         if since_s is not None and loop.time() - since_s > SLOW_CLIENT_LIMIT_S:
-            self._lose_client(task)
+            self._lose_client(self._answered_by)
         else:
-            self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress, task)
+            self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress)
 
     def _lose_client(self, task: "asyncio.Task[Any]") -> None:
         if not self._is_client_lost:
@@ -257,6 +266,7 @@ class Exchange:
             self._check_size(len(body) + len(part))
             claim.add(len(part))
             if not message.get("more_body"):
+                self.is_unread = False
                 return bytes(body + part) if body else part
             body += part
 
@@ -288,7 +298,7 @@ class Endpoint:
 
 def check_json_type(content_type: str) -> None:
     """Raises HttpRefusal for a body that is not said to be JSON, as what a form in a web page sends never is."""
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    if content_type != _JSON and content_type.partition(";")[0].strip().lower() != _JSON:
         raise HttpRefusal(
             "send the header Content-Type: application/json", http_status=415, code="unsupported_media_type"
         )

@@ -6,13 +6,19 @@ complete, so answers and refusals keep the order of requests. Knows no route, an
 
 import asyncio
 import urllib.parse
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from gateway.http.connections import EXTENSION, Connection, Connections
 from gateway.http.reading_turns import Flow
@@ -35,6 +41,7 @@ RETRY_AFTER_S = 1
 
 _HEAD_END = b"\r\n\r\n"
 _CHUNKS_END = b"\r\n0\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 """Methods of which no route reads a body: what comes is dropped."""
 
@@ -414,11 +421,63 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _Cycle(RequestResponseCycle):
-    """A request whose body counts until its application has asked for it."""
+    """A request whose body counts until its application has asked for it, and whose answer takes few writes."""
 
     unread: Any
     is_wanted = False
     """Whether the application has asked for the body."""
+    _head = b""
+    """The head of the answer until it is sent with the first piece of the body: two writes are two packets."""
+
+    async def send(self, message: Any) -> None:
+        """Sends as uvicorn's does, but for the head, which waits for the first piece of the body."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if not self.response_started:
+            self._head = self._begin(message["status"], message.get("headers", ()))
+            return
+        if self.response_complete:
+            raise RuntimeError("the answer is complete")
+        head, self._head = self._head, b""
+        body, more_body = message.get("body", b""), message.get("more_body", False)
+        if self.scope["method"] == "HEAD":
+            body, self.expected_content_length = b"", 0
+        elif self.chunked_encoding:
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more_body else _LAST_CHUNK)
+        else:
+            self.expected_content_length -= len(body)
+            if self.expected_content_length < 0 or (self.expected_content_length and not more_body):
+                raise RuntimeError("the body of the answer has another length than its head says")
+        self.transport.write(head + body)
+        if not more_body:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Returns the head of the answer. Raises RuntimeError for a value that would end its line."""
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        parts, closes = [STATUS_LINE[status]], False
+        for name, value in headers:
+            if HEADER_VALUE_RE.search(value):
+                raise RuntimeError("a header of the answer has a value that no header may have")
+            if name == b"content-length":
+                self.expected_content_length, self.chunked_encoding = int(value), False
+            elif name == b"connection" and value == b"close":
+                self.keep_alive, closes = False, True
+            parts += (name, b": ", value, b"\r\n")
+        if not (self.keep_alive or closes):
+            parts.append(b"connection: close\r\n")
+        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
+            self.chunked_encoding = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+        parts.append(b"\r\n")
+        return b"".join(parts)
 
     async def receive(self) -> Any:
         """Receives as uvicorn's does, but reads only a body: what comes after it has to wait for the answer."""

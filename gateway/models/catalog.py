@@ -3,6 +3,7 @@
 Knows no worker and no request. Nothing changes after the start.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -102,6 +103,7 @@ def load_catalog(
     return ModelCatalog(models, max_tokenize_chars=max_tokenize_chars)
 
 
+@functools.lru_cache(maxsize=256)
 def header_value(text: str) -> str:
     """Returns a text about models as a header can carry it: what is not printable ASCII is quoted."""
     return quote(text, safe=_SAFE)

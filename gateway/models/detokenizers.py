@@ -1,6 +1,7 @@
 """Token ids of an answer as text, while they arrive."""
 
 import codecs
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
@@ -32,7 +33,6 @@ class ByteLevelDetokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes], whole_texts: Mapping[int, str]) -> None:
         self._whole_text = whole_texts.__getitem__
         self._token_bytes = token_bytes
-        self._decoder = _Utf8Decoder("replace")
         self._is_in_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -46,8 +46,15 @@ class ByteLevelDetokenizer:
 
     def finish(self) -> str:
         """Returns the text that was still held back."""
+        if not self._is_in_character:
+            return ""
         self._is_in_character = False
         return self._decoder.decode(b"", True)
+
+    @functools.cached_property
+    def _decoder(self) -> codecs.IncrementalDecoder:
+        """What keeps the beginning of a character; most answers have only tokens that are whole ones."""
+        return _Utf8Decoder("replace")
 
     def _push_bytes(self, token_ids: Sequence[int]) -> str:
         text = self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))

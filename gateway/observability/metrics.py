@@ -51,6 +51,7 @@ PHASES = ("queue", "prefill", "transfer", "decode")
 STATES = ("queued", "running")
 WHOSE = ("model", "service_class")
 """The labels of what is told of requests."""
+_TRANSPORTS = frozenset(("none", "loopback", *TRANSPORTS))
 
 
 class RequestFigures:
@@ -319,7 +320,7 @@ class Metrics:
     def note_handoff(self, model: str, transport: str, *, num_bytes: int, exposed_s: float) -> None:
         """Notes that a decode worker has an answer's pages."""
         self._handoffs_s.labels(model).observe(exposed_s)
-        known = transport if transport in ("none", "loopback", *TRANSPORTS) else "other"
+        known = transport if transport in _TRANSPORTS else "other"
         self._handoff_bytes.labels(model, known).value += num_bytes
 
     def note_prediction(self, model: str, token: str, predicted_s: float, seen_s: float) -> None:

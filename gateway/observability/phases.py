@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from gateway.topology.events import HandedOff, PrefillStarted
 from services.runtime import status, telemetry
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
@@ -16,8 +18,7 @@ from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Link, Span
 from services.scheduling.routing.route import Route
 
 
-@dataclass(slots=True)
-class AttemptFacts:
+class AttemptFacts(msgspec.Struct):
     """What spans tell of an attempt. The attempt keeps the facts from `prefill_worker` on up to date while it runs."""
 
     number: int

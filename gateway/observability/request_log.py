@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
+import msgspec
+
 from gateway.limits import SLOW_REQUEST_S
 from gateway.observability.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.observability.metrics import Metrics
@@ -67,7 +69,7 @@ class Waterfall:
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """Notes that the answer enters this phase."""
-        now_us = self._us(now_s)
+        now_us = self.us(now_s)
         self._spent_us[self.phase] += now_us - self._since_us
         self._since_us = now_us
         self.phase = phase
@@ -76,10 +78,10 @@ class Waterfall:
 
     def until(self, now_s: float) -> dict[Phase, int]:
         """Returns the microseconds of each phase, up to now: they sum up to the whole."""
-        return self._spent_us | {self.phase: self._spent_us[self.phase] + self._us(now_s) - self._since_us}
+        return self._spent_us | {self.phase: self._spent_us[self.phase] + self.us(now_s) - self._since_us}
 
-    def _us(self, now_s: float) -> int:
-        """Returns a moment that is never before the last: a clock that is read in another thread may lag a little."""
+    def us(self, now_s: float) -> int:
+        """Returns the microseconds from the beginning, never fewer than before: clocks of threads lag."""
         return max(self._since_us, round((now_s - self._began_s) * 1e6))
 
 
@@ -127,7 +129,7 @@ class AnswerTrace:
         self.prompt_tokens, self.cached_tokens, self.new_tokens = prompt_tokens, cached_tokens, new_tokens
         self.finish_reason = finish_reason
         self.story.tokens, self.story.tpot_us = new_tokens, round(tpot_s * 1e6)
-        self.story.ended_us = sum(self.waterfall.until(self._log.now_s()).values())
+        self.story.ended_us = self.waterfall.us(self._log.now_s())
         self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
         self.code = "" if error is None else code_of(error)
         self.overload = overload_of(error)
@@ -159,8 +161,7 @@ class OpenCall:
     ended: list[AnswerTrace] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Summary:
+class Summary(msgspec.Struct):
     """What a line says of a request. Times in microseconds; `workers` in the order in which they came.
 
     `overload` is what was short, where the cluster was full; only counted.

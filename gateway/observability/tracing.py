@@ -75,6 +75,8 @@ class Tracing:
     def begin(self, parent: TraceContext | None, *, arrived_s: float, arrived_unix_ns: int) -> "RequestSpans":
         """Begins the spans of a request that has arrived; `parent` is its client's span."""
         context = telemetry.root(parent)
+        if context is None:
+            return NO_TRACE
         return RequestSpans(self, context, parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
 
     def refuse(
@@ -141,6 +143,11 @@ class RequestSpans:
     def told_traceparent(self) -> str:
         """The name of this request's span as the client is told it; empty where no span is recorded here."""
         return self.traceparent if self._tracing is not None else ""
+
+    def note_origin(self, origin: Origin | None) -> None:
+        """Notes where its call came in."""
+        if self._tracing is not None:
+            self.origin = origin
 
     def answer(self, choice: int, model: str) -> AnswerSpans | None:
         """Returns where one of its answers writes its phases down; None: nowhere.

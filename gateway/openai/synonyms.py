@@ -118,6 +118,8 @@ def add_synonyms(asked: AskedSampling, request: Synonyms) -> None:
 
 def stop_texts(stop: str | Sequence[str] | None, request: Synonyms) -> Sequence[str]:
     """Returns the texts that end the answer. Raises InvalidRequest where `stop` and its synonym differ."""
+    if stop is None and request.stop_sequences is None:
+        return ()
     # An empty text asks for nothing, as elsewhere.
     texts = [stop] if isinstance(stop, str) and stop else stop or None
     asked = {"stop": texts, "stop_sequences": request.stop_sequences}

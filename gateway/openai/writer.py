@@ -3,6 +3,7 @@
 Knows the spelling of the HTTP API and nothing of serving it.
 """
 
+import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -133,15 +134,18 @@ class ChoicesWriter(Writer):
             "system_fingerprint": head.system_fingerprint,
             "service_tier": UNSET if request.service_tier is None else "default",
         }
+        self._is_plain = not self._has_token_ids and not self.is_usage_continuous
+        """Whether the events of two deltas of a choice differ in nothing but their text."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    @functools.cached_property
+    def _frame(self) -> tuple[bytes, bytes]:
+        """What is before and after the choice in every event of a stream."""
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
         usage = None if self.has_usage else UNSET
         event = encode(self.chunk_type(**self._head, object=self.chunk_object_name, choices=[], usage=usage))
         start, around, end = event.rpartition(b'"choices":[]')
-        self._prefix = b"data: " + start + around[:-1]
-        self._suffix = b"]" + end + b"\n\n"
-        self._is_plain = not self._has_token_ids and not self.is_usage_continuous
-        """Whether the events of two deltas of a choice differ in nothing but their text."""
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        return b"data: " + start + around[:-1], b"]" + end + b"\n\n"
 
     def _prompt_logprobs(self, answer: Whole) -> Any:
         """Returns PromptCandidates as JSON, or UNSET where they were not asked for."""
@@ -167,7 +171,7 @@ class ChoicesWriter(Writer):
 
     def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
         """Returns the last event before the end, where the client asked for usage."""
-        return self._prefix + b'],"usage":' + encode(self._usage(usages)) + b"}\n\n"
+        return self._frame[0] + b'],"usage":' + encode(self._usage(usages)) + b"}\n\n"
 
     def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
         return usage_sum(usages)
@@ -176,9 +180,10 @@ class ChoicesWriter(Writer):
         return self._usage([(answer.usage, answer.prompt_token_ids) for answer in answers])
 
     def _event(self, choice: msgspec.Struct, usage: Usage | None) -> bytes:
+        before, after = self._frame
         if self.is_usage_continuous and usage is not None:
-            return self._prefix + encode(choice) + b'],"usage":' + encode(usage_sum([(usage, ())])) + b"}\n\n"
-        return self._prefix + encode(choice) + self._suffix
+            return before + encode(choice) + b'],"usage":' + encode(usage_sum([(usage, ())])) + b"}\n\n"
+        return before + encode(choice) + after
 
     def _no_usage_yet(self, index: int) -> Usage | None:
         """Returns the usage before the first token; None where not every event tells the usage."""
@@ -261,7 +266,7 @@ def shown_logprobs(
 
 def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
     """Returns the usage of several answers; a prompt that several of them share (the same object) counts once."""
-    prompts = {id(prompt): usage for usage, prompt in usages}.values()
+    prompts = [usages[0][0]] if len(usages) == 1 else {id(prompt): usage for usage, prompt in usages}.values()
     num_prompt = sum(usage.prompt_tokens for usage in prompts)
     num_completion = sum(usage.completion_tokens for usage, _ in usages)
     return TokenUsage(

@@ -118,18 +118,19 @@ class Acceptance:
         deadline.check()
         is_own = deadline.at_s < latest.at_s
         self._check(call)
-        check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
+        limits = self.limits(model)
+        check_sampling(call.sampling, limits, prefix=call.field_prefix)
         if not call.allow_fallback:
             # Before its tenant is asked for anything, and before texts become tokens: such a refusal is cheap.
             self._check_room(call, model, deadline)
         if call.ticket is None:
-            stored = await self._stored(call, model)
+            stored = await self._stored(call, model, limits)
             accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, is_own=is_own)
         else:
             # Before the texts become tokens, which is the costliest step here.
             await call.ticket.enter()
             try:
-                stored = await self._stored(call, model)
+                stored = await self._stored(call, model, limits)
                 await _charge(call, call.ticket, stored.choices)
                 accepted = self._begin(
                     stored, model, deadline, arrived_s, arrived_unix_ns, ticket=call.ticket, is_own=is_own
@@ -142,11 +143,11 @@ class Acceptance:
         self._allow_fallback(accepted, call)
         return accepted
 
-    async def _stored(self, call: Call, model: ServedModel) -> StoredCall:
+    async def _stored(self, call: Call, model: ServedModel, limits: ModelLimits) -> StoredCall:
         """Returns the call as it is kept: every answer with its prompt as tokens, and how it is sampled."""
         return StoredCall(
             request_id=call.request_id or "",
-            choices=await self._choices(call, model, self._first_seed(call)),
+            choices=await self._choices(call, model, limits, self._first_seed(call)),
             facts=RequestFacts(
                 operation=call.operation,
                 tenant=call.tenant,
@@ -207,8 +208,9 @@ class Acceptance:
                 continue
             first = accepted.specs[0]
             try:
-                check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
-                choices = await self._choices(call, model, first.sampling.seed)
+                limits = self.limits(model)
+                check_sampling(call.sampling, limits, prefix=call.field_prefix)
+                choices = await self._choices(call, model, limits, first.sampling.seed)
             except InvalidRequest:
                 continue
             return self._specs(
@@ -227,7 +229,7 @@ class Acceptance:
 
     def _allow_fallback(self, accepted: AcceptedCall, call: Call) -> None:
         """Notes where the call came in, and which models may stand in for its own, if it allows any."""
-        accepted.span.origin = call.origin
+        accepted.span.note_origin(call.origin)
         if call.allow_fallback and not accepted.fallback:
             allowed = call.allowed_models
             names = self._catalog[accepted.model].fallbacks
@@ -309,9 +311,10 @@ class Acceptance:
             check_service_class(call.service_class)
         check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
 
-    async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
+    async def _choices(
+        self, call: Call, model: ServedModel, limits: ModelLimits, first_seed: int
+    ) -> list[StoredChoice]:
         """Returns prompt and sampling of every answer, checked for this model as far as they depend on one another."""
-        limits = self.limits(model)
         prompts = await self._token_ids_of(call, model, limits)
         form = await self._form_of(call, model, prompts[0])
         samplings = self._complete_samplings(
@@ -400,7 +403,8 @@ class Acceptance:
     def _start_span(self, stored: StoredCall, arrived_s: float, arrived_unix_ns: int) -> RequestSpans:
         parent = telemetry.extract(stored.traceparent, stored.tracestate) if stored.traceparent else None
         span = self._tracing.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
-        span.add_link(telemetry.extract(stored.resumes), "resumed")
+        if stored.resumes:
+            span.add_link(telemetry.extract(stored.resumes), "resumed")
         return span
 
 

@@ -78,6 +78,9 @@ class RunningAnswer:
         self.bookings = Bookings()
         self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
+        facts = spec.facts
+        self.cache_salt = sharers(tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt)
+        """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """The keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
@@ -116,12 +119,6 @@ class RunningAnswer:
         known.
         """
         return self.identity if self.tokens.token_ids else ""
-
-    @property
-    def cache_salt(self) -> str:
-        """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
-        spec = self.spec
-        return sharers(tenant=spec.facts.tenant, group=spec.facts.share_cache, salt=spec.facts.cache_salt)
 
     @property
     def num_known_tokens(self) -> int:

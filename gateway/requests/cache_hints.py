@@ -27,8 +27,8 @@ class CacheHints:
         """Returns worker id → tokens from the prompt's start whose pages it has. Workers without any are left out."""
         cached: dict[str, int] = {}
         for layout in self._topology.cache_layouts(request.spec.model):
-            page_size = layout[1]
-            for worker_id, num_pages in self._view.longest(self._keys(request, layout)).items():
+            keys, page_size = self._keys(request, layout), layout[1]
+            for worker_id, num_pages in self._view.longest(keys).items() if keys else ():
                 cached[worker_id] = max(cached.get(worker_id, 0), num_pages * page_size)
         return cached
 
@@ -36,15 +36,18 @@ class CacheHints:
         """Notes the request's route, so that the next requests with the same prefix know of it."""
         views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
         for layout in self._topology.cache_layouts(request.spec.model):
-            for view in views:
+            keys = self._keys(request, layout)
+            for view in views if keys else ():
                 if view.page_size == layout[1]:
-                    self._view.expect(view.worker_id, self._keys(request, layout), ttl_s=EXPECTED_S)
+                    self._view.expect(view.worker_id, keys, ttl_s=EXPECTED_S)
 
     def forget(self, worker_id: str) -> None:
         """Drops what was expected of a worker that has refused or failed."""
         self._view.forget_expected(worker_id)
 
     def _keys(self, request: RunningAnswer, layout: tuple[str, int]) -> Sequence[bytes]:
+        if len(request.spec.prompt_token_ids) < layout[1]:
+            return ()
         keys = request.page_keys.get(layout)
         if keys is None:
             salt = cache_salt(model=layout[0], tenant=request.cache_salt)

@@ -6,7 +6,6 @@ through. What this gateway has sent to a worker that has not reported it yet is 
 requests that go in the same moment do not all see the same free place. Knows no request's life.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -146,7 +145,9 @@ class Dispatcher:
         return self._topology.decode_ids(spec.model, tenant=spec.facts.tenant, bound_to=request.bound_to)
 
     def book(self, request: RunningAnswer, route: Route) -> None:
-        """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
+        """Keeps the places of a route, if it does not yet, and of no other one. Raises WorkerUnavailable."""
+        if request.bookings.route is route:
+            return
         decode = self._topology.decode_session(route.decode.worker_id)
         computes = self._topology.prefill_session(route.prefills[0].worker_id) if route.is_remote else decode
         request.bookings.enter(
@@ -156,6 +157,7 @@ class Dispatcher:
             prompt=(request.queue_entry.service_class, max(0, request.num_known_tokens - route.num_cached_tokens)),
             handoff=(route.decode.worker_id, int(route.inputs.get("handoff_bytes", 0))) if route.is_remote else None,
         )
+        request.bookings.route = route
 
     def routes(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Sequence[Route]:
         """Returns routes to decode workers not `kept` that can hold the whole sequence, those that failed it last.
@@ -166,12 +168,14 @@ class Dispatcher:
         num_known = request.num_known_tokens
         prompt = (request.queue_entry.service_class, num_known)
         usual = self._topology.usual_speeds(spec.model)
-        decodes = self._usable(self._topology.decode_views(spec.model, prompt=prompt), usual.local, usual.decode)
+        decodes = self._topology.decode_views(spec.model, usual, prompt=prompt)
+        decodes = self._usable(decodes, usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         if request.bound_to:
             decodes = decodes.only(self.allowed(request))
-        prefills = self._usable(self._topology.prefill_views(spec.model, prompt=prompt), usual.prefill, usual.decode)
+        prefills = self._topology.prefill_views(spec.model, usual, prompt=prompt)
+        prefills = self._usable(prefills, usual.prefill, usual.decode)
         wanted = RouteRequest(
             num_prompt_tokens=num_known,
             max_new_tokens=max(1, request.max_num_tokens - num_known),
@@ -185,10 +189,10 @@ class Dispatcher:
         routes = self._router.route(
             wanted, prefills, decodes, fits=self._fits(spec.model), now_s=self._clock.monotonic()
         )
+        if not (request.avoided or request.avoided_pairs or self._breakers.num_open or self.on_trial):
+            return routes
         paired = {decode for _, decode in request.avoided_pairs}
         tried_at = self._tried_at(request)
-        if not request.avoided and not paired and not self._breakers.num_open and not tried_at:
-            return routes
         return sorted(
             routes,
             key=lambda route: (
@@ -294,18 +298,17 @@ class Dispatcher:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
             self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
 
-    def least_service_s(self, spec: AnswerSpec) -> float:
-        """Returns the least time that an answer takes once workers have taken it, if they had no other work."""
-        sampling = spec.sampling
-        num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
-        speeds = self._topology.usual_speeds(spec.model).decodes
-        steps = (speed.step_s(1, len(spec.prompt_token_ids)) for speed in speeds)
-        return min(steps, default=0.0) * max(0, num_new_tokens - len(spec.emitted_token_ids))
+    def service_s(self, spec: AnswerSpec) -> tuple[float, float]:
+        """Returns the least time that an answer takes once workers have taken it, and that of its prompt alone.
 
-    def prompt_s(self, spec: AnswerSpec) -> float:
-        """Returns the time to compute an answer's whole prompt on a usual worker, without what each step costs."""
-        speed = self._topology.usual_speeds(spec.model).prefill
-        return speed.time_s(len(spec.prompt_token_ids)) - speed.overhead_s
+        The first is that of workers without other work; the other that of a usual one, without what each step costs.
+        """
+        usual = self._topology.usual_speeds(spec.model)
+        sampling, num_prompt_tokens = spec.sampling, len(spec.prompt_token_ids)
+        num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
+        step_s = min([speed.step_s(1, num_prompt_tokens) for speed in usual.decodes], default=0.0)
+        num_steps = max(0, num_new_tokens - len(spec.emitted_token_ids))
+        return step_s * num_steps, usual.prefill.time_s(num_prompt_tokens) - usual.prefill.overhead_s
 
     def has_room(self, request: RunningAnswer, route: Route) -> bool:
         """Returns whether a route's workers would begin with the request soon."""
@@ -356,7 +359,10 @@ class Dispatcher:
             peer = self._topology.decode_session(decode_id).peer
         except WorkerUnavailable:
             return set()
-        pairs = [(prefill_id, decode_id) for prefill_id in self._topology.prefill_ids(model, decode=peer)]
+        prefill_ids = self._topology.prefill_ids(model, decode=peer)
+        if not self._breakers.num_open:
+            return set(prefill_ids)
+        pairs = [(prefill_id, decode_id) for prefill_id in prefill_ids]
         return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
 
     def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
@@ -394,8 +400,7 @@ class Dispatcher:
 
 def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:
     """Returns the worker at these speeds, or at its own if they are slower, so that throttling counts once."""
-    return dataclasses.replace(
-        view,
+    return view.replaced(
         prefill_speed=max(view.prefill_speed, prefill, key=lambda speed: speed.time_s(512)),
         decode_speed=max(view.decode_speed, decode, key=lambda speed: speed.step_s(1)),
     )

@@ -71,11 +71,11 @@ async def begun(
     may be set to take their deltas before the block is entered. Raises what `Requests.run` raises.
     """
     if not accepted.fallbacks:
-        yield _streams(runs, specs, fast_paths)
+        yield streams_of(runs, specs, fast_paths)
         return
     asked, first_failure = accepted.model, None
     while True:
-        starts = [_Start(stream) for stream in _streams(runs, specs, fast_paths)]
+        starts = [_Start(stream) for stream in streams_of(runs, specs, fast_paths)]
         try:
             refusal = await _refusal(runs, accepted, starts, clock)
             if refusal is None:
@@ -92,7 +92,8 @@ async def begun(
         runs.note_fallback(asked, accepted.model, reason)
 
 
-def _streams(runs: Runs, specs: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
+def streams_of(runs: Runs, specs: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
+    """Returns a stream for each of the specs of a call that stays with its model."""
     return [runs.run(*each) for each in itertools.zip_longest(specs, fast_paths)]
 
 

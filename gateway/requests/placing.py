@@ -81,7 +81,7 @@ class Placing:
     def entry(self, spec: AnswerSpec, lane: Lane) -> QueueEntry:
         """Returns what the queue knows of an answer."""
         service_class, arrived_s = ServiceClass.from_name(spec.facts.service_class), spec.arrived_s
-        service_s, prompt_s = self._dispatcher.least_service_s(spec), self._dispatcher.prompt_s(spec)
+        service_s, prompt_s = self._dispatcher.service_s(spec)
         targets = spec.wishes.targets
         return QueueEntry(
             key=spec.request_id,
@@ -121,6 +121,8 @@ class Placing:
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
         model, lane, queue_entry = request.spec.model, request.lane, request.queue_entry
+        if self._is_served(model):
+            return
 
         def is_decided() -> bool:
             return self._is_served(model) or not self._topology.is_away("decode", model)

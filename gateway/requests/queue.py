@@ -94,7 +94,8 @@ class Lane:
 
     def may_start(self, entry: QueueEntry, route: Route) -> bool:
         """Returns whether its turn may come now; False: the room is kept for requests that cannot wait."""
-        return self._policy.may_start(entry, self._load(entry, route))
+        share, queue_s = _free_share(route), _prefill_queue_s(route)
+        return self._policy.may_start(entry, ClusterLoad(free_page_share=share, prefill_queue_s=queue_s))
 
     def note_waiting(self, *, is_for_room: bool) -> None:
         """Notes that the first in the queue could not go, for want of room or because it may not start yet."""
@@ -121,13 +122,12 @@ class Lane:
                 self._free_share(),
                 prompts_ahead_s=self._prompts_ahead_s(one),
             )
-        at = route.prefills[0] if route.is_remote else route.decode
-        queue_s = at.prefill_speed.time_s(at.waiting_tokens) if at.waiting_tokens else 0.0
+        queue_s = _prefill_queue_s(route)
         return ClusterLoad(
             queue.num_ahead(one),
             queue.waiting_tokens(one),
             len(queue),
-            route.decode.pages_available / max(1, route.decode.pages_total),
+            _free_share(route),
             prefill_s=max(0.0, route.predicted_ttft_s - queue_s),
             prefill_queue_s=queue_s,
             step_s=route.predicted_itl_s,
@@ -135,7 +135,18 @@ class Lane:
         )
 
     def _prompts_ahead_s(self, one: ServiceClass) -> float:
-        return self.queue.waiting_prompts_s(one) / max(1, self._num_computing())
+        waiting_s = self.queue.waiting_prompts_s(one)
+        return waiting_s / max(1, self._num_computing()) if waiting_s else 0.0
+
+
+def _free_share(route: Route) -> float:
+    return route.decode.pages_available / max(1, route.decode.pages_total)
+
+
+def _prefill_queue_s(route: Route) -> float:
+    """Returns how long a prompt waits for others where the route has it computed."""
+    at = route.prefills[0] if route.is_remote else route.decode
+    return at.prefill_speed.time_s(at.waiting_tokens) if at.waiting_tokens else 0.0
 
 
 class AdmissionQueue:
@@ -175,7 +186,7 @@ class AdmissionQueue:
 
         Which ones may overtake it nevertheless, because they use other workers, is found by a look at the queue.
         """
-        return any(lane.queue.num_ahead(entry.service_class) > 0 for lane in self._lanes.values())
+        return any([lane.queue.num_ahead(entry.service_class) for lane in self._lanes.values()])
 
     def enter(
         self,

@@ -35,7 +35,7 @@ class AttemptStage(enum.IntEnum):
     """It has failed, and it is known of what, as far as anybody can tell."""
 
 
-class Sign(enum.Enum):
+class Sign(enum.IntEnum):
     """What may lead an attempt to another stage: what is done to it, and what its workers say."""
 
     ASK = enum.auto()

@@ -25,21 +25,20 @@ class Books:
         """Whether the worker's own report says everything."""
         return not self.prompts and not self.requests and not self.pages and not self.sending
 
-    def tokens_ahead(self, prompt: tuple[int, int], waiting_tokens: int) -> int:
-        """Returns the tokens that are computed before a prompt, where the worker says that `waiting_tokens` wait.
+    def around(self, prompt: tuple[int, int], waiting_tokens: int) -> tuple[int, int]:
+        """Returns the tokens that are computed before a prompt, and the number of prompts of lower classes.
 
-        The order of prompts from other gateways is unknown: all of them count as computed before it.
+        The worker says that `waiting_tokens` wait. The order of prompts from other gateways is unknown: all of them
+        count as computed before it. Prompts of lower classes wait for it.
         """
-        num_own = num_ahead = 0
+        num_own = num_ahead = num_less_urgent = 0
         for other in self.prompts.values():
             num_own += other[1]
             if other <= prompt:
                 num_ahead += other[1]
-        return num_ahead + max(0, waiting_tokens - num_own)
-
-    def num_less_urgent(self, service_class: int) -> int:
-        """Returns how many prompts are of lower classes: they wait for those of this class, which need not wait."""
-        return sum(1 for other_class, _ in self.prompts.values() if other_class > service_class)
+            elif other[0] > prompt[0]:
+                num_less_urgent += 1
+        return num_ahead + max(0, waiting_tokens - num_own), num_less_urgent
 
 
 class Bookings:
@@ -50,6 +49,8 @@ class Bookings:
     """
 
     def __init__(self) -> None:
+        self.route: object = None
+        """The route whose places are booked, until workers have admitted the request."""
         self._decode: Books | None = None
         self._computes: Books | None = None
         self._num_pages = 0
@@ -80,6 +81,7 @@ class Bookings:
 
     def note_admitted(self) -> None:
         """Notes that the decode worker's own reports count the request now."""
+        self.route = None
         if self._decode is not None:
             self._decode.requests -= 1
             self._decode.pages -= self._num_pages

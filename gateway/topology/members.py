@@ -17,7 +17,7 @@ from gateway.topology.member import Member, Role, seen_of
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
-from gateway.topology.views import NOTHING_MEASURED, USUAL_S, Rotation, UsualSpeeds, find_usual
+from gateway.topology.views import USUAL_S, ModelWorkers, Rotation, UsualSpeeds, find_usual
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
@@ -61,13 +61,13 @@ class Topology:
         self._allows_inexact = allows_inexact
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
-        self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
-        """By model, with the time at which it was found."""
-        self._rotations: dict[tuple[Role, str | None], Rotation] = {}
-        """By role and model, until a worker comes or goes."""
+        self._models: dict[str | None, ModelWorkers] = {}
+        """By model, until a worker comes or goes; None: of all models."""
         self._named_tenants: dict[str, set[str]] = {}
         """By model, the tenants that have workers of their own, until a worker comes or goes."""
         self._watchers: set[Callable[[], None]] = set()
+        self._load_watchers: set[Callable[[], None]] = set()
+        """The watchers that are told of reports of load, too."""
         self._stale_since_s: float | None = None
         """Since when it is unknown which workers are registered, on the event loop's clock."""
         self._renewed_at_s: dict[str, float] = {}
@@ -150,39 +150,42 @@ class Topology:
             member.is_exact = record.exact and is_known and is_alike
         return members
 
-    def prefill_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
-        """Returns the prefill workers of a model in rotation.
+    def prefill_views(self, model: str, usual: UsualSpeeds, *, prompt: tuple[int, int]) -> Views:
+        """Returns the prefill workers of a model in rotation, whose usual speeds these are.
 
         `prompt` is (service class, tokens); only what is computed before it counts as waiting.
         """
-        usual = self.usual_speeds(model)
-        return self._rotation("prefill", model).views(usual, usual.prefill, prompt, self.now_s())
+        return self._of(model).prefill.views(usual, usual.prefill, prompt, self.now_s())
 
-    def decode_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
-        """Returns the decode workers of a model in rotation; `prompt` as in `prefill_views`."""
-        usual = self.usual_speeds(model)
-        return self._rotation("decode", model).views(usual, usual.local, prompt, self.now_s())
+    def decode_views(self, model: str, usual: UsualSpeeds, *, prompt: tuple[int, int]) -> Views:
+        """Returns the decode workers of a model in rotation; `usual` and `prompt` as in `prefill_views`."""
+        return self._of(model).decode.views(usual, usual.local, prompt, self.now_s())
 
     def prefill_ids(self, model: str, *, decode: Peer | None = None) -> list[str]:
         """Returns the prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
-        rotation = self._rotation("prefill", model)
+        workers = self._of(model)
         if decode is None:
-            return rotation.ids
-        return [member.record.id for member in rotation.members if self._fits(member, decode)]
+            return workers.prefill.ids
+        fitting = workers.fitting.get(decode)
+        if fitting is None:
+            members = workers.prefill.members
+            fitting = [member.record.id for member in members if self._fits(member, decode)]
+            workers.fitting[decode] = fitting
+        return fitting
 
     def decode_ids(self, model: str, *, tenant: str, bound_to: str = "") -> set[str]:
         """Returns the decode workers of a model in rotation that work for a tenant.
 
         With `bound_to`, an `identity_key`, only those where an answer that began with it may continue.
         """
-        records = [member.record for member in self._rotation("decode", model).members]
+        records = [member.record for member in self._of(model).decode.members]
         if bound_to:
             records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
         return {record.id for record in records if not record.tenants or tenant in record.tenants}
 
     def rotation_ids(self, role_name: Role, model: str) -> list[str]:
         """Returns all workers of a role and a model in rotation, whatever tenants they work for."""
-        return self._rotation(role_name, model).ids
+        return self._in_rotation(role_name, model).ids
 
     def decode_identity(self, worker_id: str) -> str:
         """Returns the `identity_key` to which answers that a decode worker begins are bound; empty: unknown."""
@@ -191,7 +194,7 @@ class Topology:
 
     def identities(self, model: str) -> set[str]:
         """Returns the identities to which answers of a model's workers in rotation are bound."""
-        return self._rotation("prefill", model).identities | self._rotation("decode", model).identities
+        return self._of(model).identities
 
     def _may_go_on(self, began: str, here: str) -> bool:
         """Whether an answer that began with one identity may continue with another, or be handed over to it."""
@@ -199,7 +202,7 @@ class Topology:
 
     def free_share(self, model: str, tenant: str) -> float:
         """Returns the largest share of its pages that a decode worker has free for a tenant; 1 without any worker."""
-        members = self._rotation("decode", model).members
+        members = self._of(model).decode.members
         shares = (
             member.pages_available / max(1, member.load.pages_total)
             for member in members
@@ -209,13 +212,11 @@ class Topology:
 
     def usual_speeds(self, model: str) -> UsualSpeeds:
         """Returns the usual speeds of a model's workers, at most `USUAL_S` old."""
-        at_s, usual = self._usual.get(model, (-math.inf, NOTHING_MEASURED))
-        now_s = asyncio.get_running_loop().time()
-        if now_s - at_s > USUAL_S:
-            prefills, decodes = self._rotation("prefill", model).members, self._rotation("decode", model).members
-            usual = find_usual(prefills, decodes, now_s)
-            self._usual[model] = now_s, usual
-        return usual
+        workers, now_s = self._of(model), asyncio.get_running_loop().time()
+        if now_s - workers.usual_at_s > USUAL_S:
+            workers.usual = find_usual(workers.prefill.members, workers.decode.members, now_s)
+            workers.usual_at_s = now_s
+        return workers.usual
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
         """Returns the session to a prefill worker. Raises WorkerUnavailable if it is not connected."""
@@ -231,7 +232,7 @@ class Topology:
 
     def num_ready(self, role_name: Role, model: str | None = None) -> int:
         """Returns how many workers of the role are in rotation, of one model or of all."""
-        return len(self._rotation(role_name, model).members)
+        return len(self._in_rotation(role_name, model).members)
 
     def is_away(self, role_name: Role, model: str) -> bool:
         """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
@@ -266,7 +267,7 @@ class Topology:
 
     def max_sequence_tokens(self, model: str) -> int | None:
         """Returns the longest sequence that a decode worker of a model in rotation can hold; None without one."""
-        return self._rotation("decode", model).max_sequence_tokens
+        return self._of(model).decode.max_sequence_tokens
 
     def lane_of(self, model: str, tenant: str, bound_to: str = "") -> str:
         """Returns a name shared by requests that may use the same workers: empty, or the tenant's if it has its own.
@@ -279,23 +280,21 @@ class Topology:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
         lane = tenant if tenant in named else ""
-        if bound_to and not all(
-            self._may_go_on(bound_to, other) for other in self._rotation("decode", model).identities
-        ):
+        if bound_to and not all(self._may_go_on(bound_to, other) for other in self._of(model).decode.identities):
             lane = f"{lane} {bound_to}"
         return lane
 
     def kv_bytes_per_token(self, model: str) -> int:
         """Returns the bytes of a token's KV on its way to another worker; 0: not known yet."""
-        return self._rotation("prefill", model).kv_bytes_per_token
+        return self._of(model).prefill.kv_bytes_per_token
 
     def cache_layouts(self, model: str) -> set[tuple[str, int]]:
         """Returns (layout fingerprint, tokens of a page) of workers in rotation: what names of pages depend on."""
-        return self._rotation("prefill", model).layouts | self._rotation("decode", model).layouts
+        return self._of(model).layouts
 
     def is_uniform(self, model: str) -> bool:
         """Whether the pages of every worker of a model in rotation fit every other one."""
-        return len(self.identities(model)) <= 1 and not self._mismatched
+        return len(self._of(model).identities) <= 1 and not self._mismatched
 
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
         """Returns the (pages, places) that a decode worker has for requests of a class.
@@ -320,6 +319,7 @@ class Topology:
         """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""
         logger.error("workers do not fit", extra={"prefill": prefill.worker_id, "decode": decode.worker_id})
         self._mismatched.add((prefill.incarnation, decode.incarnation))
+        self._models.clear()
 
     def drain(self, worker_id: str) -> Member:
         """Takes a worker out of rotation and tells it to leave. Raises NotFound or WorkerUnavailable."""
@@ -331,10 +331,10 @@ class Topology:
                 return member
         raise NotFound(f"there is no worker {worker_id[:64]!r}", field="worker_id")
 
-    async def changes(self) -> AsyncGenerator[None, None]:
-        """Yields at once, and again after each change."""
+    async def changes(self, *, with_loads: bool = True) -> AsyncGenerator[None, None]:
+        """Yields at once, and again after each change; `with_loads`: also after each report of load."""
         changed = asyncio.Event()
-        with self.watched(changed.set):
+        with self.watched(changed.set, with_loads=with_loads):
             while True:
                 yield
                 await changed.wait()
@@ -342,17 +342,18 @@ class Topology:
 
     def tell_watchers(self) -> None:
         """Calls the watchers' notes: something that they show beside the workers has changed."""
-        for note in self._watchers:
+        for note in (*self._watchers, *self._load_watchers):
             note()
 
     @contextlib.contextmanager
-    def watched(self, note: Callable[[], None]) -> Iterator[None]:
-        """Calls `note` after each change, until the block is left."""
-        self._watchers.add(note)
+    def watched(self, note: Callable[[], None], *, with_loads: bool = True) -> Iterator[None]:
+        """Calls `note` after each change, until the block is left; `with_loads`: also after each report of load."""
+        watchers = self._load_watchers if with_loads else self._watchers
+        watchers.add(note)
         try:
             yield
         finally:
-            self._watchers.discard(note)
+            watchers.discard(note)
 
     def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
         member = role.members.get(worker_id)
@@ -390,19 +391,22 @@ class Topology:
     def _session_changed(self, role: _Role, session: WorkerSession) -> None:
         member = role.members.get(session.peer.worker_id)
         if member is not None and member.session is session:
+            state = member.state
             member.changed_at_s = asyncio.get_running_loop().time()
             member.is_leaving |= session.load.is_draining
             if session.is_up:
                 member.obstacle = None
-                member.has_worked |= member.state == WorkerState.READY
+                member.has_worked |= state == WorkerState.READY
             if member.left_out:
                 session.tell_left_out(member.left_out)
             if session.gpu is not None and session.gpu is not member.gpu_facts:
                 self._judge_gpu(member, session.gpu)
-            if member.state == member.last_state:  # It has said how busy it is, as it does with every step.
-                self._note_change()
+            if state == member.last_state:  # It has said how busy it is, as it does with every step.
+                self._on_change()
+                for note in self._load_watchers:
+                    note()
                 return
-            member.last_state = member.state
+            member.last_state = state
         self._changed()
 
     def _judge_gpu(self, member: Member, facts: GpuFacts) -> None:
@@ -447,18 +451,26 @@ class Topology:
     def _last_renewal_s(self, worker_id: str) -> float:
         return self._renewed_at_s.get(worker_id, -math.inf)
 
-    def _rotation(self, role_name: Role, model: str | None) -> Rotation:
+    def _of(self, model: str | None) -> ModelWorkers:
+        workers = self._models.get(model)
+        if workers is None:
+            workers = ModelWorkers(self._find_rotation("prefill", model), self._find_rotation("decode", model))
+            self._models[model] = workers
+        return workers
+
+    def _in_rotation(self, role_name: Role, model: str | None) -> Rotation:
+        workers = self._of(model)
+        return workers.prefill if role_name == "prefill" else workers.decode
+
+    def _find_rotation(self, role_name: Role, model: str | None) -> Rotation:
         """Returns the members in rotation. A worker of another model than the request's must never be among them."""
-        rotation = self._rotations.get((role_name, model))
-        if rotation is None:
-            rotation = self._rotations[role_name, model] = Rotation(
-                [
-                    member
-                    for member in self._roles[role_name].members.values()
-                    if member.state == WorkerState.READY and (model is None or member.record.model == model)
-                ]
-            )
-        return rotation
+        return Rotation(
+            [
+                member
+                for member in self._roles[role_name].members.values()
+                if member.state == WorkerState.READY and (model is None or member.record.model == model)
+            ]
+        )
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
@@ -476,10 +488,7 @@ class Topology:
 
     def _changed(self) -> None:
         """Drops what depends on the set of workers: one may have come, gone or been replaced."""
-        self._rotations.clear()
+        self._models.clear()
         self._named_tenants.clear()
-        self._note_change()
-
-    def _note_change(self) -> None:
         self._on_change()
         self.tell_watchers()

@@ -268,13 +268,14 @@ class WorkerSession(ABC):
             if kind == "step_tokens":
                 self._take_step(event.step_tokens)
                 continue
-            key = AttemptKey(event.id.request_id, event.id.attempt)
+            named = event.id
+            key = named.request_id, named.attempt
             sink = self._sinks.get(key)
             if sink is None:
                 self.num_dropped_events += 1
                 continue
             if self._held:
-                self._release(self._handles.get(key, 0))
+                self._release(self._handles.get(AttemptKey(*key), 0))
             if kind is not None:
                 sink.deliver(self, EVENT_READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
@@ -382,11 +383,11 @@ class DecodeSession(WorkerSession):
 
         The attempt is open.
         """
-        handle = next(_HANDLES)
-        admit = worker_pb2.Admit(
-            sequence=sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode, handle=handle
-        )
-        self._send(worker_pb2.DecodeCommand(admit=admit))
+        handle, command = next(_HANDLES), worker_pb2.DecodeCommand()
+        admit = command.admit
+        admit.sequence.CopyFrom(sequence_spec(order))
+        admit.local_prefill, admit.from_decode, admit.handle = is_local_prefill, is_from_decode, handle
+        self._send(command)
         self._handles[order.key], self._sinks_by_handle[handle] = handle, self._sinks[order.key]
 
     def pause(self, key: AttemptKey) -> None:
@@ -424,10 +425,11 @@ class PrefillSession(WorkerSession):
 
     def prefill(self, order: SequenceOrder, *, decode: Peer) -> None:
         """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
-        prefill = worker_pb2.Prefill(
-            sequence=sequence_spec(order), decode_address=decode.address, decode_incarnation=decode.incarnation
-        )
-        self._send(worker_pb2.PrefillCommand(prefill=prefill))
+        command = worker_pb2.PrefillCommand()
+        prefill = command.prefill
+        prefill.sequence.CopyFrom(sequence_spec(order))
+        prefill.decode_address, prefill.decode_incarnation = decode.address, decode.incarnation
+        self._send(command)
 
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:
         return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session(metadata=rpc.metadata_of(proof))

@@ -136,6 +136,8 @@ class TroubleWatch:
 
         Where pages get stuck while both workers can still report it, large packets are lost.
         """
+        if not self._links and isinstance(outcome, int):
+            return  # Nearly every handoff: nothing is wrong with any link.
         link = _link(prefill_id, decode_id)
         if isinstance(outcome, TransferStalled):
             self._links[link] = self._clock.monotonic()

@@ -1,12 +1,13 @@
 """Workers in rotation as a router sees them: measured speeds where they differ from the usual, and what is booked."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from gateway.topology.member import Member
-from gateway.topology.session import WorkerSession
+from gateway.topology.session import Peer, WorkerSession
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
@@ -64,6 +65,20 @@ class Rotation:
         """Returns the workers as a router sees them; `prefill` is the usual speed of the role with prompts."""
         members, fresh_since_s = self.members, now_s - FRESH_S
         return Views(self.ids, lambda index: _view(members[index], usual, prefill, prompt, fresh_since_s))
+
+
+class ModelWorkers:
+    """The workers of one model in rotation, and what holds for both roles together, until a worker comes or goes."""
+
+    def __init__(self, prefill: Rotation, decode: Rotation) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.layouts = prefill.layouts | decode.layouts
+        self.identities = prefill.identities | decode.identities
+        self.fitting: dict[Peer, list[str]] = {}
+        """The prefill workers whose pages fit a decode worker, by that one, once it was asked."""
+        self.usual = NOTHING_MEASURED
+        self.usual_at_s = -math.inf
+        """When the usual speeds were found."""
 
 
 def find_usual(prefillers: Sequence[Member], decoders: Sequence[Member], now_s: float) -> UsualSpeeds:
@@ -130,14 +145,15 @@ def _new_view(
 ) -> WorkerView:
     load, record, session = member.load, member.record, member.session
     books = session.books
+    tokens_ahead, num_less_urgent = books.around(prompt, load.waiting_tokens)
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,
         pages_total=load.pages_total,
         pages_available=member.pages_available,
         num_requests=max(load.running + load.waiting, session.num_open_attempts + books.requests),
-        num_less_urgent=books.num_less_urgent(prompt[0]),
-        waiting_tokens=books.tokens_ahead(prompt, load.waiting_tokens),
+        num_less_urgent=num_less_urgent,
+        waiting_tokens=tokens_ahead,
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,
         steps_left=session.steps_left(),

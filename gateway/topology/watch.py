@@ -6,13 +6,13 @@ its own: what a worker measures of itself follows its fault. Short times are not
 consist mostly of this process and the network.
 """
 
-import heapq
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from gateway.topology.pacing import Pace
 from services.runtime.breaker import CircuitState
@@ -25,58 +25,19 @@ PROBE_FLOOR_S = 0.05
 """The floor for a probe, which is small and decides alone: a busy machine must not keep out a recovered worker."""
 LEAST_WEIGHT = 0.1
 """The weight of a GPU that is out, but used since too many are: it gets what others cannot take soon."""
-MAX_ENDED_STAGES = 64
-"""How many ended stages may stay in the heap, beside as many as are open."""
 TOKENS_PER_STAGE = 16
 """How many tokens of an answer make one stage: single gaps say little."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class Stage:
+class Stage(msgspec.Struct, eq=False):
     """Something that is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
 
     worker_id: str
     began_s: float
     expected_s: float
     probe: int = 0
-
-
-class _OpenStages:
-    """The stages expected of one worker now. The soonest is known without looking through all."""
-
-    def __init__(self) -> None:
-        self._stages: set[Stage] = set()
-        self._soonest: list[tuple[float, int, Stage]] = []
-        """A heap in which ended stages stay until they come first or outnumber the open ones."""
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    @property
-    def least_expected_s(self) -> float:
-        """The least time expected of an open stage; 0 where nothing is expected."""
-        soonest = self._soonest
-        while soonest and soonest[0][2] not in self._stages:
-            heapq.heappop(soonest)
-        return soonest[0][0] if soonest else 0.0
-
-    def add(self, stage: Stage) -> None:
-        """Adds a stage, which must be new."""
-        self._stages.add(stage)
-        if len(self._soonest) > MAX_ENDED_STAGES + 2 * len(self._stages):
-            self._soonest = [entry for entry in self._soonest if entry[2] in self._stages]
-            heapq.heapify(self._soonest)
-        heapq.heappush(self._soonest, (stage.expected_s, next(self._numbers), stage))
-
-    def end(self, stage: Stage) -> bool:
-        """Takes a stage out. Returns whether it was in."""
-        if stage not in self._stages:
-            return False
-        self._stages.remove(stage)
-        return True
 
 
 class WorkerWatch:
@@ -88,8 +49,9 @@ class WorkerWatch:
     def __init__(self, clock: Clock, pace: Pace | None = None) -> None:
         self._clock = clock
         self._pace = pace or Pace()
-        self._health = WorkerHealth()
-        self._open: dict[str, _OpenStages] = {}
+        self._health = WorkerHealth(before_judging=self._note_loads)
+        self._open: dict[str, set[Stage]] = {}
+        """What is expected of each worker now."""
         self.num_openings: Counter[str] = Counter()
         """How often workers were kept from work, by the kind of cause."""
 
@@ -121,15 +83,18 @@ class WorkerWatch:
         Where all GPUs are in equal trouble there is nothing better to use, and no worker counts as slower.
         """
         weak = self._health.weak_gpus
-        weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak} if weak else {}
+        if not weak:
+            return {}
+        weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak}
         best = 1.0 if len(weights) < len(group) else max(weights.values(), default=1.0)
         return {one: weight / best for one, weight in weights.items() if weight < best}
 
     def usable(self, group: Sequence[str]) -> Sequence[str]:
         """Returns the workers of a role that get new work: at least half of them, and at least one."""
         out = self._health.out_of_rotation(group, self._clock.monotonic())
-        for change in self._health.take_changes():
-            self._tell(change)
+        if self._health.has_changes:
+            for change in self._health.take_changes():
+                self._tell(change)
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 
     def due_for_probe(self, group: Sequence[str]) -> list[str]:
@@ -143,11 +108,12 @@ class WorkerWatch:
     def begin(self, worker_id: str, expected_s: float, *, probe: int = 0) -> Stage:
         """Begins a stage: something was asked for. One of the three calls below must end it."""
         stage = Stage(worker_id, self._clock.monotonic(), expected_s, probe)
-        open_stages = self._open.get(worker_id)
-        if open_stages is None:
-            open_stages = self._open[worker_id] = _OpenStages()
-        open_stages.add(stage)
-        self._note_load(worker_id, open_stages)
+        stages = self._open.get(worker_id)
+        if stages is None:
+            self._open[worker_id] = {stage}
+            self._note_loads((worker_id,))
+        else:
+            stages.add(stage)
         return stage
 
     def came(self, stage: Stage) -> None:
@@ -191,15 +157,23 @@ class WorkerWatch:
         logger.warning(what, extra={**facts, "times": change.num_openings})
 
     def _end(self, stage: Stage) -> None:
-        open_stages = self._open.get(stage.worker_id)
-        if open_stages is not None and open_stages.end(stage):
-            if not open_stages:
+        stages = self._open.get(stage.worker_id)
+        if stages is not None and stage in stages:
+            stages.remove(stage)
+            if not stages:
                 del self._open[stage.worker_id]
-            self._note_load(stage.worker_id, open_stages)
+                self._note_loads((stage.worker_id,))
 
-    def _note_load(self, worker_id: str, open_stages: _OpenStages) -> None:
-        expected_s = FLOOR_S + self._pace.hold_s + open_stages.least_expected_s
-        self._health.note_load(worker_id, len(open_stages), expected_s, self._clock.monotonic())
+    def _note_loads(self, worker_ids: Sequence[str]) -> None:
+        """Notes how much is expected of these workers, and within which time something of it.
+
+        Between judgements only a worker's first and last stage matter: its silence counts from the first one.
+        """
+        now_s, least_s = self._clock.monotonic(), FLOOR_S + self._pace.hold_s
+        for worker_id in worker_ids:
+            stages = self._open.get(worker_id, ())
+            soonest_s = min((stage.expected_s for stage in stages), default=0.0)
+            self._health.note_load(worker_id, len(stages), least_s + soonest_s, now_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,16 +43,17 @@ def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
     message: worker_pb2.SequenceSpec | None = order.message
     if message is None:
         message = order.message = worker_pb2.SequenceSpec(
-            id=attempt_id(order.key),
             prompt_token_ids=order.prompt_token_ids,
             emitted_token_ids=order.emitted_token_ids,
-            sampling=write_sampling(order.sampling),
             eos_token_ids=order.eos_token_ids,
-            traceparent=telemetry.inject(order.trace),
-            tracestate=order.trace.state if order.trace is not None else "",
             cache_salt=order.cache_salt,
             service_class=order.service_class,
         )
+        # A message that is given to another one's constructor is encoded and parsed again.
+        message.id.request_id, message.id.attempt = order.key
+        message.sampling.CopyFrom(write_sampling(order.sampling))
+        if order.trace is not None:
+            message.traceparent, message.tracestate = telemetry.inject(order.trace), order.trace.state
         write_form(order.sampling.form, message)
     message.deadline_ms = max(1, order.deadline.remaining_ms())
     return message

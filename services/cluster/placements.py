@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -75,8 +74,7 @@ def can_reach(before: State, after: State) -> bool:
     return after in _REACHABLE[before]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Where one attempt of one request is; a write replaces the whole of it."""
 
     request_id: str

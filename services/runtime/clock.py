@@ -1,8 +1,9 @@
 """Time as a value that is passed in: clocks and absolute deadlines. Knows no event loop, starts no timer."""
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from services.runtime.errors import DeadlineExceeded
 
@@ -63,8 +64,7 @@ SYSTEM_CLOCK = SystemClock()
 THREAD_CLOCK = ThreadClock()
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True):
     """A moment on a monotonic clock after which nobody waits for the result."""
 
     at_s: float

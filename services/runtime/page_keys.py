@@ -7,6 +7,7 @@ prompts collide. (vLLM and SGLang chain hashes of pages likewise; theirs are unk
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ PageKey = bytes
 """16 bytes."""
 
 
+@functools.lru_cache(maxsize=1024)
 def cache_salt(*, model: str, tenant: str) -> bytes:
     """Returns the key of the digests, 32 bytes: pages are shared only where both arguments are the same.
 

@@ -27,7 +27,7 @@ Time is an argument, in seconds of one monotonic clock.
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -247,9 +247,13 @@ class _Worker:
 
 
 class WorkerHealth:
-    """The health of all workers of one gateway, by worker id, since a crash loop makes many processes of one worker."""
+    """The health of all workers of one gateway, by worker id, since a crash loop makes many processes of one worker.
 
-    def __init__(self) -> None:
+    `before_judging` is called with a group that is about to be judged, to call `note_load` for its workers.
+    """
+
+    def __init__(self, *, before_judging: Callable[[Sequence[str]], None] = lambda group: None) -> None:
+        self._before_judging = before_judging
         self._breakers = Breakers(max_open_s=MAX_OPEN_S, max_probation_s=MAX_PROBATION_S)
         self._workers: dict[str, _Worker] = {}
         self._judged_s: dict[tuple[str, ...], float] = {}
@@ -348,6 +352,7 @@ class WorkerHealth:
             if len(self._judged_s) >= MAX_GROUPS:
                 self._judged_s.clear()  # groups come and go with their workers
             self._judged_s[key] = now_s
+            self._before_judging(group)
             self._judge(group, now_s)
         if not self._gpu_out and not self._breakers.num_open and not self._known:
             return frozenset()
@@ -385,6 +390,11 @@ class WorkerHealth:
             for known in self._known.values()
             if known.worker_id not in self._gone_s
         ]
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would return any."""
+        return bool(self._changes)
 
     def take_changes(self) -> list[Circuit]:
         """Returns the changes of circuits since the last call, in order. Being tried is not a change."""

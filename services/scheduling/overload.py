@@ -22,6 +22,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from services.scheduling.queue import QueueEntry, ServiceClass
 
 MIN_RETRY_S = 1.0
@@ -61,8 +63,7 @@ class Targets:
 NO_TARGETS = Targets()
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterLoad:
+class ClusterLoad(msgspec.Struct, frozen=True):
     """What one request would meet now.
 
     `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` counts all that wait.
@@ -82,8 +83,7 @@ class ClusterLoad:
     prompts_ahead_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     """Let it in, with the predicted wait for its turn. `is_close`: a wait not much longer would have been too long."""
 
     queue_delay_s: float
@@ -168,9 +168,9 @@ class OverloadPolicy:
         `admitted` is the verdict from when it came; None for a request that starts again.
         """
         self._running[entry.key] = work_s = self._note_life(now_s)
-        self._tokens.add(entry.cost_tokens, 1.0, now_s)
+        self._tokens.add_sum(entry.cost_tokens, 1.0, now_s)
         self._started[entry.service_class].add(entry.cost_tokens, now_s)
-        self._expected_stay_s.add(entry.service_s, 1.0, now_s)
+        self._expected_stay_s.add_sum(entry.service_s, 1.0, now_s)
         if self._backlogged_since_s is not None:
             self._drained.add_sum(entry.cost_tokens, work_s - self._backlogged_since_s, now_s)
         self._backlogged_since_s = work_s if is_backlogged else None
@@ -188,7 +188,7 @@ class OverloadPolicy:
         """Notes that a request that started is over, however it ended."""
         if key in self._running:
             work_s = self._note_life(now_s)
-            self._stay_s.add(max(0.0, work_s - self._running.pop(key)), 1.0, now_s)
+            self._stay_s.add_sum(max(0.0, work_s - self._running.pop(key)), 1.0, now_s)
 
     def drain_tokens_per_s(self, now_s: float, used_share: float = 1.0) -> float:
         """Returns the work that starts per second while others wait; infinite while nothing is known.
@@ -341,9 +341,6 @@ class _Mean:
     def value(self) -> float:
         return self.total / self.weight if self.weight > 0 else 0.0
 
-    def add(self, value: float, weight: float, now_s: float) -> None:
-        self.add_sum(value * weight, weight, now_s)
-
     def add_sum(self, total: float, weight: float, now_s: float) -> None:
         keep = math.exp(-max(0.0, now_s - self.last_s) / self.time_constant_s)
         if self.num * keep < 10:  # after a pause the last ten are remembered
@@ -385,7 +382,7 @@ class _WorkingClock:
             self._stood_still_s += max(0.0, gap_s - usual_stay_s)
             self.resumed_s = now_s
             return True
-        self._gaps.add(gap_s, 1.0, now_s)
+        self._gaps.add_sum(gap_s, 1.0, now_s)
         return False
 
 

@@ -30,6 +30,8 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
+import msgspec
+
 PASSED_TIMES = 4.0
 """Shorter prompts go before one that takes a second if they come within this many seconds after it ..."""
 MAX_PASSED_S = 5.0
@@ -70,8 +72,7 @@ class QueueFull(Exception):
     """The queue has no room, and no request of a lower class could make room."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueEntry:
+class QueueEntry(msgspec.Struct, frozen=True, eq=False):
     """A request that waits. Times in seconds of one monotonic clock.
 
     `cost_tokens` is what it is charged for: tokens of its prompt and of its answer. `service_s` is the predicted time
@@ -234,21 +235,15 @@ class RequestQueue:
 
     def waiting_tokens(self, service_class: ServiceClass) -> int:
         """Returns the tokens before a new entry of this class: of its class, higher ones and resumed requests."""
-        if not self._waiting:
-            return 0
-        return sum(lane.tokens for lane in self._lanes[: service_class + 2])
+        return sum(lane.tokens for lane in self._lanes[: service_class + 2]) if self._waiting else 0
 
     def waiting_prompts_s(self, service_class: ServiceClass) -> float:
         """Returns the time that the prompts before a new entry of this class take, one after the other."""
-        if not self._waiting:
-            return 0.0
-        return sum(lane.prompts_s for lane in self._lanes[: service_class + 2])
+        return sum(lane.prompts_s for lane in self._lanes[: service_class + 2]) if self._waiting else 0.0
 
     def num_ahead(self, service_class: ServiceClass) -> int:
         """Returns how many entries go before a new one of this class: its class, higher ones and resumed ones."""
-        if not self._waiting:
-            return 0
-        return sum(lane.num_waiting for lane in self._lanes[: service_class + 2])
+        return sum(lane.num_waiting for lane in self._lanes[: service_class + 2]) if self._waiting else 0
 
     def push(self, entry: QueueEntry, *, is_resumed: bool = False) -> QueueEntry | None:
         """Lets an entry wait. Returns the entry that had to leave for it, if any.

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.openai.completions import CompletionWriter
 from gateway.topology.session import DecodeSession
+from gateway.topology.views import NOTHING_MEASURED
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.errors import (
@@ -1190,7 +1191,7 @@ async def test_how_long_few_answers_may_still_run_is_known(make_system, worker_t
     decode.load.running = 2
     decode.sessions.load_changed()
     await system.until(lambda: session.steps_left() == 17)
-    (view,) = system.gateway.topology.decode_views(None, prompt=(2, 10))
+    (view,) = system.gateway.topology.decode_views(None, NOTHING_MEASURED, prompt=(2, 10))
     assert (view.num_running, view.steps_left) == (2, 17)
     decode.load.running = 3  # one of another gateway
     decode.sessions.load_changed()

@@ -1,8 +1,9 @@
 """A route as it is offered: where a request would go, what that is predicted to take, and what its price is made of."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar, overload
+
+import msgspec
 
 from services.scheduling.chunks import more_steps_s, stretch_s
 from services.scheduling.routing.price import PricedWay, Prices
@@ -11,8 +12,7 @@ from services.scheduling.routing.views import WorkerView
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, eq=False):
     """One way that a request may go: a decode worker, and prefill workers for it, best first.
 
     The second token needs the pages at the decode worker; a part of their way is hidden behind the computation.

@@ -6,9 +6,10 @@ Knows nothing of sessions, registries or clocks.
 import heapq
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, overload
+
+import msgspec
 
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.links import NO_LINKS, PeerLink, PeerLinks
@@ -22,11 +23,8 @@ from services.scheduling.prediction import (
 )
 
 
-@dataclass(slots=True)
-class WorkerView:
+class WorkerView(msgspec.Struct, eq=False):
     """What the gateway knows about one worker at the moment of a decision; it never changes.
-
-    (`frozen` would make it three times as slow to build, and many are built for each decision.)
 
     `pages_available` counts pages that are free or only cached, less those promised to admitted requests.
     `num_requests` counts requests that run or wait there, including those that the worker has not yet reported;
@@ -55,14 +53,18 @@ class WorkerView:
     prefill_speed: PrefillSpeed = DEFAULT_PREFILL
     decode_speed: DecodeSpeed = DEFAULT_DECODE
     link_speed: LinkSpeed = DEFAULT_LINK
-    links: PeerLinks = field(default_factory=lambda: NO_LINKS)
+    links: PeerLinks = msgspec.field(default_factory=lambda: NO_LINKS)
     queue_s: float | None = None
     num_less_urgent: int = 0
     measured: PrefillSpeed | None = None
-    as_prefill: tuple[Any, ...] | None = field(default=None, init=False, compare=False, repr=False)
+    as_prefill: tuple[Any, ...] | None = None
     """What `price` has worked out of this view alone and keeps here, like the two below."""
-    usual_link: PeerLink | None = field(default=None, init=False, compare=False, repr=False)
-    as_decode: tuple[Any, ...] | None = field(default=None, init=False, compare=False, repr=False)
+    usual_link: PeerLink | None = None
+    as_decode: tuple[Any, ...] | None = None
+
+    def replaced(self, **changes: Any) -> "WorkerView":
+        """Returns a view that differs in these fields, of which nothing is worked out yet."""
+        return msgspec.structs.replace(self, as_prefill=None, usual_link=None, as_decode=None, **changes)
 
 
 class Views(Sequence[WorkerView]):
@@ -86,10 +88,16 @@ class Views(Sequence[WorkerView]):
     def __getitem__(self, index: int | slice) -> WorkerView | list[WorkerView]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return self._at(range(len(self.worker_ids))[index])
+
+    def _at(self, index: int) -> WorkerView:
         view = self._views.get(index)
         if view is None:
-            view = self._views[index] = self._view(range(len(self.worker_ids))[index])
+            view = self._views[index] = self._view(index)
         return view
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        return map(self._at, range(len(self.worker_ids)))
 
     def only(self, worker_ids: Container[str]) -> "Views":
         """Returns the views of these workers, in the same order."""
@@ -102,8 +110,7 @@ class Views(Sequence[WorkerView]):
         return Views(ids, lambda index: change(self[index]) if ids[index] in worker_ids else self[index])
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True):
     """What a request needs. An empty `model` fits every worker, an empty `region` is near to every one.
 
     `affinity_key`: session or user, for `sticky`. `cached_tokens`: worker id → tokens of the prompt whose pages that
@@ -117,7 +124,7 @@ class RouteRequest:
     tenant: str = ""
     region: str = ""
     affinity_key: str = ""
-    cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    cached_tokens: Mapping[str, int] = MappingProxyType({})
     kv_bytes_per_token: int = 0
     prefill: PrefillChoice = "auto"
 

@@ -130,7 +130,7 @@ async def test_every_error_is_an_answer(error, status, header):
 
 async def test_a_client_that_left_gets_no_answer():
     async def leave(exchange):
-        with exchange.cancelled_on_disconnect():
+        with exchange:
             connection_of(caller.scope).lose()
             await asyncio.Event().wait()
 
@@ -144,7 +144,7 @@ async def test_a_client_that_takes_nothing_and_then_leaves_is_lost_once():
     began, is_cleaning, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def serve():
-        with Exchange(scope, None, None).cancelled_on_disconnect():
+        with Exchange(scope, None, None):
             try:
                 began.set()
                 await asyncio.Event().wait()

@@ -30,12 +30,12 @@ def test_only_shorter_prompts_of_no_worse_class_are_ahead():
     books = Books()
     for prompt in [(2, 4000), (2, 50), (1, 900), (3, 10)]:
         Bookings().enter(Books(), books, num_pages=1, prompt=prompt)
-    assert books.tokens_ahead((2, 100), 0) == 950
-    assert books.tokens_ahead((1, 100), 0) == 0
-    assert books.tokens_ahead((4, 1), 0) == 4960
+    assert books.around((2, 100), 0)[0] == 950
+    assert books.around((1, 100), 0)[0] == 0
+    assert books.around((4, 1), 0)[0] == 4960
     # Prompts that wait there and that this gateway did not send are ahead of all others.
-    assert books.tokens_ahead((2, 100), 5000) == 950 + 40
-    assert [books.num_less_urgent(service_class) for service_class in range(4)] == [4, 3, 1, 0]
+    assert books.around((2, 100), 5000)[0] == 950 + 40
+    assert [books.around((service_class, 0), 0)[1] for service_class in range(4)] == [4, 3, 1, 0]
 
 
 def test_bytes_are_booked_for_the_pair_until_the_prompt_is_computed():

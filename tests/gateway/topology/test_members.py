@@ -19,6 +19,12 @@ from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
 PROMPT = (2, 100)
 
 
+def views(topology, role, model):
+    """The workers of a role as a request sees them."""
+    usual = topology.usual_speeds(model)
+    return getattr(topology, f"{role}_views")(model, usual, prompt=PROMPT)
+
+
 def record(worker_id, **facts):
     """The record of a worker that has no address yet, so that nobody connects to it."""
     facts = {"kv_bytes_per_token": 100, "page_size": 16, "layout_fingerprint": "same", "tenants": ()} | facts
@@ -77,7 +83,7 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
     member = member_of(topology, "d-0")
 
     def seen(*names):
-        view = topology.decode_views("m", prompt=PROMPT)[0]
+        view = views(topology, "decode", "m")[0]
         return tuple(getattr(view, name) for name in names)
 
     assert seen("pages_available", "num_requests", "waiting_tokens", "region") == (50, 0, 0, "")
@@ -95,7 +101,7 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
     assert seen("region") == ("east",)
     fast = DecodeSpeed(1e-6, 1e-6, 1e-9)
     report(member, WorkerLoad(pages_total=100, pages_free=20, running=1, decode_speed=fast))
-    topology._usual.clear()
+    topology._models.clear()
     assert seen("decode_speed") == (fast,)
     member.session._worked_at_s -= 2 * FRESH_S
     assert seen("num_running") == (1,)
@@ -106,7 +112,7 @@ async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_to
     member = member_of(topology, "p-0")
 
     def link(worker_id):
-        return topology.prefill_views("m", prompt=PROMPT)[0].links.get(worker_id)
+        return views(topology, "prefill", "m")[0].links.get(worker_id)
 
     assert link("d-0") is None
     slow, fast = PeerLink(0.001, 4e6, 1000), PeerLink(0.0021, 0.9e9)
@@ -125,19 +131,19 @@ async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_to
 
 async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):
     topology = make_topology(record("d-0"), record("d-1"))
-    before = topology._rotation("decode", "m")
+    before = topology._of("m").decode
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=1))
-    assert topology._rotation("decode", "m") is before
-    assert topology.decode_views("m", prompt=PROMPT)[0].pages_available == 1
+    assert topology._of("m").decode is before
+    assert views(topology, "decode", "m")[0].pages_available == 1
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, is_draining=True))
-    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-1"]
+    assert views(topology, "decode", "m").worker_ids == ["d-1"]
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100))
-    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0", "d-1"]
+    assert views(topology, "decode", "m").worker_ids == ["d-0", "d-1"]
     member = member_of(topology, "d-1")
     member.session.is_up = False
     member.session._on_change(member.session)
-    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0"]
-    assert topology.decode_views("other", prompt=PROMPT).worker_ids == []
+    assert views(topology, "decode", "m").worker_ids == ["d-0"]
+    assert views(topology, "decode", "other").worker_ids == []
 
 
 async def test_whoever_waits_hears_of_every_load(make_topology):

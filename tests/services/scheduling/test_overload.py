@@ -4,11 +4,12 @@ import heapq
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass

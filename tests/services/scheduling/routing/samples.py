@@ -1,7 +1,5 @@
 """Workers and requests to route, small ones and drawn ones."""
 
-import dataclasses
-
 from hypothesis import strategies as st
 
 from services.scheduling.links import PeerLink, PeerLinks
@@ -59,11 +57,11 @@ ROLES = st.lists(VIEWS, max_size=6)
 @st.composite
 def cases(draw):
     """A request, prefill workers and decode workers; in half of the cases everybody can serve it."""
-    ps = [dataclasses.replace(worker, worker_id=f"p{i}") for i, worker in enumerate(draw(ROLES))]
-    ds = [dataclasses.replace(worker, worker_id=f"d{i}") for i, worker in enumerate(draw(ROLES))]
+    ps = [worker.replaced(worker_id=f"p{i}") for i, worker in enumerate(draw(ROLES))]
+    ds = [worker.replaced(worker_id=f"d{i}") for i, worker in enumerate(draw(ROLES))]
     if draw(st.booleans()):
         able = {"model": "m", "tenants": frozenset(), "pages_total": 1000, "max_sequence_tokens": 10_000}
-        ps, ds = ([dataclasses.replace(worker, **able) for worker in role] for role in (ps, ds))
+        ps, ds = ([worker.replaced(**able) for worker in role] for role in (ps, ds))
     cached = {worker.worker_id: draw(st.integers(0, 250)) * 16 for worker in ps + ds if draw(st.booleans())}
     asked = RouteRequest(
         num_prompt_tokens=draw(st.integers(1, 4000)),
@@ -96,7 +94,7 @@ def hot_router(worker, **settings):
 
 
 def changed(views, index, **facts):
-    return [*views[:index], dataclasses.replace(views[index], **facts), *views[index + 1 :]]
+    return [*views[:index], views[index].replaced(**facts), *views[index + 1 :]]
 
 
 def linked(worker_id, **links):

@@ -1,6 +1,5 @@
 """The order of workers under each policy."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -78,7 +77,7 @@ def test_sticky_leaves_a_worker_that_has_too_much():
     workers = [view(f"w{i}", num_requests=4) for i in range(4)]
     asked = request(affinity_key="k")
     home = Router("sticky").route(asked, [], workers, now_s=0)[0].decode.worker_id
-    busier = [dataclasses.replace(w, num_requests=8) if w.worker_id == home else w for w in workers]
+    busier = [w.replaced(num_requests=8) if w.worker_id == home else w for w in workers]
     routes = Router("sticky").route(asked, [], busier, now_s=0)
     assert routes[0].decode.worker_id != home
     assert decodes(routes)[-1] == home

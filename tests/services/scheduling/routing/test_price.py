@@ -1,10 +1,9 @@
 """What the price is made of, and what it may never do."""
 
-import dataclasses
 import itertools
 import math
-from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +128,7 @@ def test_more_cached_is_never_worse_for_anybody(case, data):
         return
     worker = data.draw(st.sampled_from(ps + ds))
     more = asked.cached_tokens.get(worker.worker_id, 0) + 16 * data.draw(st.integers(1, 100))
-    easier = dataclasses.replace(asked, cached_tokens=dict(asked.cached_tokens) | {worker.worker_id: more})
+    easier = msgspec.structs.replace(asked, cached_tokens=dict(asked.cached_tokens) | {worker.worker_id: more})
     # What one worker comes to hold, the others would compute twice: that alone is for its holder.
     how = DisaggregationSettings(redone_weight=0)
     before, after = (
@@ -202,7 +201,7 @@ def test_the_cached_prefix_is_worth_what_it_saves():
     cached = {"a": 3200}
     long, short = (request(num_prompt_tokens=3500 + extra, cached_tokens=cached) for extra in (0, 3000))
     for waiting, first in ((2000, "a"), (5000, "b")):
-        busy = dataclasses.replace(holder, waiting_tokens=waiting)
+        busy = holder.replaced(waiting_tokens=waiting)
         for asked in (long, short):
             assert prefills(Router().route(asked, [busy, idle], [view("d")], now_s=0)[0])[0] == first
 
@@ -251,10 +250,10 @@ def test_a_prefill_worker_near_its_decode_worker_is_chosen_and_one_whose_link_is
 
 def test_a_region_is_no_guess_where_the_link_was_measured():
     asked = request(num_prompt_tokens=2500)
-    p = dataclasses.replace(linked("p", d=(1e9,)), region="east")
+    p = linked("p", d=(1e9,)).replaced(region="east")
     measured, guessed = (
         Router().route(asked, [worker], [view("d", region="west")], now_s=0)[0].inputs["transfer_s"]
-        for worker in (p, dataclasses.replace(p, links=PeerLinks({})))
+        for worker in (p, p.replaced(links=PeerLinks({})))
     )
     assert measured == pytest.approx(0.252)
     assert guessed == pytest.approx(4 * 0.252 + 0.05)
@@ -269,7 +268,7 @@ def test_regions_are_preferred_and_crossed_when_it_pays():
     assert (first.decode.worker_id, prefills(first)) == ("de", ["pe", "pw"])
     # Both far away is better than pages that cross half the world.
     assert (second.decode.worker_id, prefills(second)) == ("dw", ["pw", "pe"])
-    busy = dataclasses.replace(ps[1], waiting_tokens=50_000)
+    busy = ps[1].replaced(waiting_tokens=50_000)
     assert (
         prefills(Router(settings=always_remote).route(asked, [ps[0], busy], [view("de", **east)], now_s=0)[0])[0]
         == "pw"
@@ -297,7 +296,7 @@ def test_pairs_that_cannot_be_are_not_priced():
 def test_a_crowd_keeps_requests_where_their_prefix_is():
     holder, idle = view("holder", num_requests=1, waiting_tokens=3000), view("idle")
     few = [holder, idle]
-    many = [replace(one, num_requests=one.num_requests + 6) for one in few]
+    many = [one.replaced(num_requests=one.num_requests + 6) for one in few]
     asked = request(num_prompt_tokens=2000, cached_tokens={"holder": 1900})
     remote = DisaggregationSettings(local_prefill_tokens=0)
     for weight, first_of_few, first_of_many in [(0.0, "idle", "idle"), (1.0, "idle", "holder")]:
@@ -305,7 +304,7 @@ def test_a_crowd_keeps_requests_where_their_prefix_is():
         for views, first in [(few, first_of_few), (many, first_of_many)]:
             assert router.route(asked, views, [view("d")], now_s=0.0)[0].prefills[0].worker_id == first
     # Those who wait for it anyway are no crowd.
-    many = [replace(one, num_less_urgent=6) for one in many]
+    many = [one.replaced(num_less_urgent=6) for one in many]
     assert router.route(asked, many, [view("d")], now_s=0.0)[0].prefills[0].worker_id == "idle"
 
 

@@ -1,6 +1,5 @@
 """What is told and predicted of a chosen route."""
 
-import dataclasses
 import math
 
 import pytest
@@ -20,7 +19,7 @@ def test_what_is_predicted_goes_by_the_workers_own_speed_and_the_price_does_not(
     asked, measured = request(num_prompt_tokens=2500, kv_bytes_per_token=1), PrefillSpeed(0.02, 1.3e-4)
     for how, place in [(remote, 0), (RoutingSettings(), 1)]:
         workers = [[view("p"), view("d")] for _ in range(2)]
-        workers[1][place] = dataclasses.replace(workers[1][place], measured=measured)
+        workers[1][place] = workers[1][place].replaced(measured=measured)
         usual, own = (Router(settings=how).route(asked, [p] if place == 0 else [], [d], now_s=0)[0] for p, d in workers)
         assert own.inputs["price_s"] == usual.inputs["price_s"]
         assert own.predicted_ttft_s == pytest.approx(

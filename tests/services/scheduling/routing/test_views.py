@@ -1,7 +1,5 @@
 """How views are put together, and which workers can serve a request at all."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +49,7 @@ def test_views_of_some_and_with_a_change():
     workers = Views(["a", "b", "c"], lambda index: view("abc"[index], num_requests=index))
     some = workers.only({"c", "a", "x"})
     assert (some.worker_ids, [one.worker_id for one in some]) == (["a", "c"], ["a", "c"])
-    busy = some.changed(lambda one: replace(one, num_requests=9), {"c"})
+    busy = some.changed(lambda one: one.replaced(num_requests=9), {"c"})
     assert [one.num_requests for one in busy] == [0, 9]
     assert [one.worker_id for one in workers[1:]] == ["b", "c"]
     assert workers[-1] == workers[2] is workers[2]
