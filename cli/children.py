@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cli.cores import Machine, Share, share_out
@@ -56,19 +56,25 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model and how many workers of each role it has. `label` is part of their names; empty: no models file."""
+    """A model, what computes it, and how many workers of each role it has.
+
+    `label` is part of their names; empty: no models file. They run with the interpreter `python`.
+    """
 
     name: str
     path: Path
     num_prefill: int
     num_decode: int
+    engine: str
     label: str = ""
+    python: str = sys.executable
 
 
 def model_plans(settings: UpSettings) -> list[ModelPlan]:
     """All models to serve, in order. Raises ConfigError for the models file."""
     if settings.models is None:
-        return [ModelPlan(settings.served_name, settings.model, settings.prefill, settings.decode)]
+        engine = settings.decode_worker.engine
+        return [ModelPlan(settings.served_name, settings.model, settings.prefill, settings.decode, engine)]
     plans: list[ModelPlan] = []
     for entry in read_models_file(settings.models):
         taken = {plan.label for plan in plans}
@@ -78,6 +84,7 @@ def model_plans(settings: UpSettings) -> list[ModelPlan]:
                 entry.path,
                 settings.prefill if entry.num_prefill is None else entry.num_prefill,
                 settings.decode if entry.num_decode is None else entry.num_decode,
+                entry.engine or settings.decode_worker.engine,
                 _label(entry, taken),
             )
         )
@@ -107,6 +114,7 @@ def worker_specs(
                     **settings.worker_texts(role),
                     **_core_texts(settings, next(shares)),
                     "id": name,
+                    "engine": plan.engine,
                     "model": plan.path,
                     "model_name": plan.name,
                     "redis": addresses.redis_url,
@@ -117,7 +125,8 @@ def worker_specs(
                     "gpu_memory_share": None if gpu is None or gpu.memory_share == 1 else gpu.memory_share,
                 }
                 own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}
-                specs.append(_spec(name, f"{role}_worker", WORKERS[role], texts, own_environment))
+                spec = _spec(name, f"{role}_worker", WORKERS[role], texts, own_environment)
+                specs.append(replace(spec, command=(plan.python, *spec.command[1:])))
     return specs
 
 

@@ -40,6 +40,7 @@ MAX_CLOCK_OFFSET_S = 1.0
 MAX_CONNECTING = 64
 SLOW_BYTES_PER_S = 1e9
 COPY_BYTES = 64 << 20
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 class Level(StrEnum):
@@ -119,6 +120,18 @@ def software() -> Iterator[Finding]:
         except ImportError as error:
             level = Level.NOTE if error.name == name else Level.BAD
             yield Finding(level, "python", f"{name} cannot be imported: {error}", f"{what_for} needs it")
+    yield vllm()
+
+
+def vllm(root: Path = CHECKOUT) -> Finding:
+    """Whether workers may have vLLM as their engine, here or in its environment in the folder `root`."""
+    from worker.vllm.installed import interpreter_with_vllm, vllm_version
+
+    try:
+        python = interpreter_with_vllm(root)
+    except ConfigError as error:
+        return Finding(Level.NOTE, "vllm", error.message, "only workers with --engine vllm need it")
+    return Finding(Level.OK, "vllm", f"version {vllm_version(python)}, of {python}")
 
 
 def machine() -> Iterator[Finding]:

@@ -26,6 +26,7 @@ HEADINGS = (
     "RUN",
     "WAIT",
     "EXACT",
+    "ENGINE",
 )
 NUMERIC = frozenset({"PID", "PAGES", "FREE", "CACHED", "RESERVED", "USED", "RUN", "WAIT"})
 
@@ -80,6 +81,7 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     values += [pages.get(key, "-") for key in ("total", "free", "cached", "reserved", "used")]
     values += [worker.get("running", "-"), worker.get("waiting", "-")]
     values.append({True: "yes", False: "no"}.get(worker.get("exact", False)))
+    values.append((worker.get("identity") or {}).get("engine", "-"))
     return tuple(str(value) for value in values)
 
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from cli.children import (
     GATEWAY,
     REDIS,
+    SOURCE_ROOT,
     WORKER_HOST,
     Addresses,
     ChildSpec,
@@ -48,10 +49,12 @@ from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
 from services.runtime import last_words, service_manager
 from services.runtime.addresses import join_host_port
+from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.process import watched
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
+from worker.vllm.installed import interpreter_with_vllm
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """SIGHUP: the terminal was closed."""
@@ -90,10 +93,7 @@ def run(settings: UpSettings) -> int:
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
-    plans = model_plans(settings)
-    for plan in plans:
-        load_config(plan.path)
-        read_model_files(plan.path)
+    plans = [_checked(plan) for plan in model_plans(settings)]
     gateway = settings.gateway
     if gateway.api_keys is not None:
         read_keys(gateway.api_keys)
@@ -111,6 +111,15 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         code = asyncio.run(watched(up.run(early_signals)))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
+
+
+def _checked(plan: ModelPlan) -> ModelPlan:
+    """Returns the plan with its workers' interpreter. Raises ModelError or ConfigError as they would."""
+    read_model_files(plan.path)
+    if plan.engine == VLLM:
+        return replace(plan, python=interpreter_with_vllm(SOURCE_ROOT))
+    load_config(plan.path)
+    return plan
 
 
 def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:

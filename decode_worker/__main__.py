@@ -17,6 +17,7 @@ from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.speculation.draft import load_draft
 from services.runtime import process
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
+from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError
 from worker.engine import DecodeEngine, DecodeReport
 from worker.host import channel_tls
@@ -30,7 +31,7 @@ MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 def load(settings: DecodeWorkerConfig) -> Loaded[DecodeReport, DecodeEngine]:
     """Loads the model with the engine that the settings name, and what proposes tokens to this project's."""
-    if settings.engine == "vllm":
+    if settings.engine == VLLM:
         model = load_vllm(VllmSettings.of(settings, max_batch=settings.max_batch))
         return Loaded(model, partial(model.decode_engine, clock=SYSTEM_CLOCK))
     parts = load_rehearsed_engine(**settings.engine_settings())
@@ -78,7 +79,7 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
 
 def _max_admitted(settings: DecodeWorkerConfig) -> int:
     # vLLM gives a request no block while its batch is full: more would wait with a prompt computed elsewhere.
-    return settings.max_batch if settings.engine == "vllm" else 2 * settings.max_batch
+    return settings.max_batch if settings.engine == VLLM else 2 * settings.max_batch
 
 
 def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:

@@ -10,6 +10,7 @@ from protos import worker_pb2_grpc
 from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import process
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.engines import VLLM
 from worker.engine import PrefillEngine, PrefillReport
 from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
@@ -22,7 +23,7 @@ MAX_PROMPTS = 64
 
 def load(settings: PrefillWorkerConfig) -> Loaded[PrefillReport, PrefillEngine]:
     """Loads the model with the engine that the settings name."""
-    if settings.engine == "vllm":
+    if settings.engine == VLLM:
         model = load_vllm(VllmSettings.of(settings, max_batch=MAX_PROMPTS))
         return Loaded(model, partial(model.prefill_engine, clock=SYSTEM_CLOCK))
     parts = load_rehearsed_engine(**settings.engine_settings())

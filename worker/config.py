@@ -11,6 +11,7 @@ from services.runtime.addresses import check_dialled, is_loopback, join_host_por
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import option
+from services.runtime.engines import ENGINES, NATIVE
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import (
     choice,
@@ -111,8 +112,8 @@ class WorkerConfig:
         help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )
     engine: str = option(
-        choice("native", "vllm"),
-        default="native",
+        choice(*ENGINES),
+        default=NATIVE,
         help="What computes the model: this project's engine, or vLLM, which must be installed (make install-vllm).",
     )
     page_size: int = option(

@@ -22,6 +22,7 @@ from gateway.topology.members import Topology
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.identity import identity_fields
 
 TICK_S = 1.0
 MAX_WATCHERS = 16
@@ -164,6 +165,7 @@ class Feed:
             "model": record.model,
             "host": record.host,
             "address": record.address,
+            "engine": identity_fields(record.identity).get("engine", ""),
             "state": member.state,
             "left_out": member.left_out,
             "circuit": "closed" if circuit is None else circuit.state,

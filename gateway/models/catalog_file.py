@@ -6,7 +6,8 @@
     aliases = ["default"]         # other names for it
     fallback = ["small"]          # tried in this order where "large" is overloaded or has no worker
     fallback_after_s = 1.0        # longest wait for room before that
-    prefill = 1                   # workers that `tandem up` starts for it
+    engine = "vllm"               # what computes it in the workers that `tandem up` starts; --engine if not said
+    prefill = 1                   # how many of these are started
     decode = 2
 
 Reads the file and nothing that it names; what is in a model's folder is `gateway.models.model_files`' business.
@@ -15,7 +16,7 @@ Reads the file and nothing that it names; what is in a model's folder is `gatewa
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Never
+from typing import Annotated, Literal, Never
 
 from msgspec import Meta, Struct
 
@@ -42,7 +43,8 @@ class ModelEntry:
     """One `[[model]]` of the file.
 
     `fallbacks` are names of models, in the order in which they are tried; `fallback_after_s` is how long a request
-    that may fall back waits for room, in seconds. `num_prefill` and `num_decode` are workers; None: not said.
+    that may fall back waits for room, in seconds. `num_prefill` and `num_decode` are workers, and `engine` is what
+    computes in them; None: not said.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelEntry:
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
     num_prefill: int | None = None
     num_decode: int | None = None
+    engine: str | None = None
 
 
 class _ModelTable(Struct, forbid_unknown_fields=True):
@@ -66,6 +69,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     )
     prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] | None = None
     decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] | None = None
+    engine: Literal["native", "vllm"] | None = None
 
     def entry(self, folder: Path) -> ModelEntry:
         """The model; a relative path begins at `folder`."""
@@ -77,6 +81,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
             fallback_after_s=self.fallback_after_s,
             num_prefill=self.prefill,
             num_decode=self.decode,
+            engine=self.engine,
         )
 
 

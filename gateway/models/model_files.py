@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.errors import ModelError
-from services.runtime.model_facts import ARCHITECTURES, ModelFacts, read_json_object, read_model_facts, read_text
+from services.runtime.model_facts import ModelFacts, read_json_object, read_model_facts, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,6 @@ def read_model_files(folder: Path) -> ModelFiles:
     """Reads and checks a model folder. Raises ModelError with one sentence that says what to do."""
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; give --model a Hugging Face checkpoint folder")
-    config = read_json_object(folder, "config.json")
-    _check_architecture(folder, config)
     tokenizer_config = read_json_object(folder, "tokenizer_config.json", is_required=False)
     return ModelFiles(
         folder=folder,
@@ -42,14 +40,6 @@ def read_model_files(folder: Path) -> ModelFiles:
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
     )
-
-
-def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    names = config.get("architectures")
-    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
-        return
-    known = ", ".join(sorted(ARCHITECTURES))
-    raise ModelError(f"{folder}/config.json names the architectures {names!r}; use a model of one of: {known}")
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

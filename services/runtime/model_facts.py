@@ -16,8 +16,6 @@ import msgspec
 
 from services.runtime.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""The shapes of models that workers can compute, in the words of config.json."""
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """No tokenizer or configuration comes near this."""
 MAX_HEADER_BYTES = 100 * 1024 * 1024
@@ -49,6 +47,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 def read_model_facts(folder: Path) -> ModelFacts:
     """Reads a checkpoint folder. Raises ModelError with one sentence that says what to do."""
     config = read_json_object(folder, "config.json")
+    if "text_config" in config or "vision_config" in config or "audio_config" in config:
+        raise ModelError(f"{folder} holds a model of images or sound beside text; use one of text alone")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return ModelFacts(
         vocab_size=_positive_int(folder, config, "vocab_size"),

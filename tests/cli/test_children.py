@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,20 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
     command = gateway_spec(settings, ADDRESSES, {}).command
     assert f"--models={models}" in command
     assert not any(flag.startswith(("--model=", "--model-name=")) for flag in command)
+
+
+def test_workers_of_a_model_have_its_engine_and_run_where_that_is(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(
+        '[[model]]\nname = "a"\npath = "."\n[[model]]\nname = "b"\npath = "."\nengine = "native"\n'
+    )
+    settings = up(f"--models={tmp_path / 'models.toml'}", "--engine=vllm")
+    first, second = model_plans(settings)
+    specs = worker_specs(settings, [replace(first, python="/venv/python"), second], ADDRESSES, {}, MACHINE)
+    told = [(spec.command[0], next(flag for flag in spec.command if flag.startswith("--engine="))) for spec in specs]
+    assert told == [("/venv/python", "--engine=vllm")] * 2 + [(sys.executable, "--engine=native")] * 2
+    assert gateway_spec(settings, ADDRESSES, {}).command[0] == sys.executable
+    (only,) = model_plans(up())
+    assert only.engine == "native"
 
 
 def test_a_bad_models_file_is_named(tmp_path: Path) -> None:

@@ -35,6 +35,23 @@ def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
 
 
+def test_what_is_said_of_vllm(tmp_path: Path) -> None:
+    """This interpreter has none; the one beside answers what a script says."""
+    absent = doctor.vllm(tmp_path)
+    assert (absent.level, absent.what.partition(": ")[2]) == (Level.NOTE, "run `make install-vllm`")
+    python = tmp_path / ".venv-vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    for version_there, level, words in (
+        ("0.1.2", Level.NOTE, "vLLM 0.1.2 is installed"),
+        ("0.32.0", Level.OK, "0.32.0"),
+    ):
+        python.write_text(f"#!/bin/sh\necho {version_there}\n")
+        python.chmod(0o755)
+        found = doctor.vllm(tmp_path)
+        assert found.level is level
+        assert words in found.what
+
+
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

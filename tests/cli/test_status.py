@@ -17,6 +17,7 @@ WORKER = {
     "state": "ready",
     "model": "tandem-demo",
     "exact": True,
+    "identity": {"engine": "vllm/0.32.0", "dtype": "float32"},
     "pages": {"total": 100, "free": 91, "cached": 2, "reserved": 3, "used": 4},
     "running": 5,
     "waiting": 6,
@@ -32,7 +33,7 @@ def test_the_table_shows_every_figure_under_its_heading(api: Any, capsys: pytest
     assert shown == {
         "WORKER": "decode-0", "ROLE": "decode", "STATE": "ready", "PID": "4242", "ADDRESS": "127.0.0.1:40001",
         "PAGES": "100", "FREE": "91", "CACHED": "2", "RESERVED": "3", "USED": "4", "RUN": "5", "WAIT": "6",
-        "EXACT": "yes",
+        "EXACT": "yes", "ENGINE": "vllm/0.32.0",
     }  # fmt: skip
     assert heading.index("ADDRESS") == row.index("127.0.0.1:40001")
     assert rest[-1].split() == ["requests", "8", "running,", "7", "queued"]

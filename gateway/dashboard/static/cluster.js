@@ -82,6 +82,7 @@ class Card {
     this.bar.setAttribute("aria-label", `Pages: ${words || "none"}`);
     say(this.pages, `${words || "no pages"} of ${count(pages.total)} pages`);
     setFacts(this.facts, [
+      ...(worker.engine ? [["Engine", worker.engine]] : []),
       ["Running", count(worker.running)],
       ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
       ...speeds(worker),

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.errors import ModelError
-from services.runtime.model_facts import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""The shapes of models that this engine computes, in the words of config.json."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

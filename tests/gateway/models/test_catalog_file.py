@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.models.catalog_file import ModelEntry, _way, parse_models, read_models_file
+from services.runtime.engines import ENGINES
 from services.runtime.errors import ConfigError
 
 GOOD = """
@@ -16,6 +17,7 @@ path = "models/large"
 aliases = ["default", "best/1.0"]
 fallback = ["medium", "small"]
 fallback_after_s = 2
+engine = "vllm"
 prefill = 0
 decode = 3
 
@@ -42,10 +44,25 @@ def test_all_that_a_file_can_say(file):
     folder = file.parent / "models"
     large, medium, small = read_models_file(file)
     assert large == ModelEntry(
-        "large", folder / "large", ("default", "best/1.0"), ("medium", "small"), 2.0, num_prefill=0, num_decode=3
+        "large",
+        folder / "large",
+        ("default", "best/1.0"),
+        ("medium", "small"),
+        2.0,
+        num_prefill=0,
+        num_decode=3,
+        engine="vllm",
     )
     assert medium == ModelEntry("medium", folder / "medium", fallbacks=("small",))
     assert small == ModelEntry("small", folder / "small")
+
+
+def test_every_engine_may_be_named_and_no_other(file):
+    for engine in ENGINES:
+        (entry,) = parse_models(f'[[model]]\nname = "m"\npath = "models"\nengine = "{engine}"\n', file=file)
+        assert entry.engine == engine
+    with pytest.raises(ConfigError, match=r"model\[0\]\.engine: Invalid enum value 'sglang'"):
+        parse_models('[[model]]\nname = "m"\npath = "models"\nengine = "sglang"\n', file=file)
 
 
 def test_an_absolute_path_stays_as_it_is(file):
