@@ -11,7 +11,7 @@ LINK_FLOOR_BYTES_PER_S = 125e6
 """The slowest network between decode workers that is reckoned with: 1 Gbit/s."""
 READ_FLOOR_BYTES_PER_S = 100e6
 """The slowest storage that weights are reckoned to be read from: a network volume that others use too."""
-START_FLOOR_S = 60.0
+START_FLOOR_S = 120.0
 """A start without weights: imports, the kernels' compilation, the engine's rehearsal."""
 
 

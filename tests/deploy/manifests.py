@@ -23,6 +23,8 @@ EXCLUSIVE = (
     {"model-volume/claim", "model-volume/image"},
     {"model-volume/fetch", "model-volume/image"},
     {"external-redis", "redis-volume"},
+    {"ingress", "tls"},
+    {"ingress", "ingress-tls"},
     {"own number of workers", "keda", "hpa"},
     {"own tracks", "blue-green"},
     {"another namespace", "tls-certificates"},
@@ -30,12 +32,13 @@ EXCLUSIVE = (
 """Components of which one at most makes sense, and facts of overlays that some would contradict."""
 REQUIRES = {
     "external-redis": "credentials",
+    "ingress-tls": "tls",
     "model-volume/fetch": "model-volume/claim",
     "tls-certificates": "tls",
 }
 """What is listed before a component."""
-FIRST = "blue-green"
-"""The component that others change too, so that it stands before them."""
+FIRST = ("blue-green", "monitoring")
+"""Components whose objects others change, so that they stand before them."""
 FACTS = {
     "several-regions": {"own tracks", "own number of workers"},
     "one-gpu-node": {"own number of workers"},
@@ -104,7 +107,7 @@ def render_with(overlay: str, component: str, tree: Path) -> list[Object]:
     for one in (REQUIRES.get(component), component):
         path = f"../../components/{one}"
         if one is not None and path not in listed:
-            listed.insert(0 if one == FIRST else len(listed), path)
+            listed.insert(0 if one in FIRST else len(listed), path)
     (own / "kustomization.yaml").write_text(yaml.safe_dump(document))
     return render(own)
 

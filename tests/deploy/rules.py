@@ -136,8 +136,10 @@ def ports_agree(objects: Sequence[Object]) -> Iterator[str]:
     for workload in workloads(objects):
         for probe_name in ("startupProbe", "livenessProbe", "readinessProbe"):
             probe = workload.main.get(probe_name, {})
-            for how in ("httpGet", "tcpSocket", "grpc"):
+            for how in ("httpGet", "tcpSocket", "grpc", "exec"):
                 asked = probe.get(how, {}).get("port")
+                if how in probe and how == "exec":
+                    asked = int(probe["exec"]["command"][-1].rpartition(":")[2])
                 if asked is not None and workload.ports.get(asked, asked) not in workload.ports.values():
                     yield f"{title(workload.object)}: {probe_name} asks port {asked}, which its container has not"
         environment = variables(objects, workload.main)
@@ -463,6 +465,28 @@ def resources_are_named(objects: Sequence[Object]) -> Iterator[str]:
                 yield f"{title(workload.object)}: {container['name']} may end without last words"
 
 
+def tls_is_spoken(objects: Sequence[Object]) -> Iterator[str]:
+    """Whatever asks a program that has a certificate speaks TLS: probes, monitors, routes; and only then."""
+    for workload in (one for one in workloads(objects) if one.component in SERVING):
+        has_tls = bool(variables(objects, workload.main).get("TANDEM_TLS_CERT"))
+        for probe_name in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probe = workload.main.get(probe_name, {})
+            speaks = probe.get("httpGet", {}).get("scheme") == "HTTPS" or "exec" in probe
+            if probe and speaks != has_tls:
+                yield f"{title(workload.object)}: {probe_name} {'speaks' if speaks else 'does not speak'} TLS"
+        if workload.component != "gateway":
+            continue
+        for monitor in of_kind(objects, "ServiceMonitor"):
+            if any((one.get("scheme") == "https") != has_tls for one in monitor["spec"]["endpoints"]):
+                yield f"{title(monitor)} does not speak as {workload.name} does"
+        has_routes = any(of_kind(objects, "HTTPRoute", "GRPCRoute"))
+        if has_routes and has_tls != any(of_kind(objects, "BackendTLSPolicy")):
+            yield f"the routes do not speak as {workload.name} does"
+        for service in (one for one in of_kind(objects, "Service") if title(one) == "Service tandem-gateway"):
+            if any((port["appProtocol"] == "https") != has_tls for port in service["spec"]["ports"]):
+                yield f"{title(service)} does not say what its ports speak"
+
+
 def names_are_let_in(objects: Sequence[Object]) -> Iterator[str]:
     """A gateway lets in every name under which the manifests have clients dial it, and certificates are for it."""
     for gateway in (one for one in workloads(objects) if one.component == "gateway"):
@@ -481,7 +505,7 @@ def names_are_let_in(objects: Sequence[Object]) -> Iterator[str]:
         for workload in (one for one in workloads(objects) if one.component == role and role in WORKERS):
             advertised = variables(objects, workload.main)["TANDEM_ADVERTISE_HOST"]
             wildcard = f"*.{advertised.partition('.')[2]}"
-            if wildcard not in certificate["spec"]["dnsNames"]:
+            if not {wildcard, "localhost"} <= set(certificate["spec"]["dnsNames"]):
                 yield f"{title(certificate)} is not for {advertised}, which {workload.name} advertises"
 
 
@@ -526,6 +550,7 @@ RULES: tuple[Rule, ...] = (
     references_exist,
     autoscalers_own_the_number,
     resources_are_named,
+    tls_is_spoken,
     names_are_let_in,
     namespaces_agree,
     queries_name_metrics,

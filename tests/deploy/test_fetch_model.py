@@ -13,6 +13,8 @@ import pytest
 
 from tests.deploy.manifests import KUBERNETES
 
+pytestmark = pytest.mark.deploy
+
 PROGRAM = KUBERNETES / "components" / "model-volume" / "fetch" / "fetch_model.py"
 NAME, REVISION = "example/tiny", "0123456789abcdef0123456789abcdef01234567"
 FILES = {

@@ -1,5 +1,6 @@
 """Every overlay, alone and with every component that it may have, renders, is valid, and keeps the rules."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import yaml
 
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES,
+    ROOT,
     TOOLS,
     Object,
     combinations,
@@ -54,6 +57,27 @@ def test_every_component_is_in_some_combination() -> None:
     assert set(components()) - tried == set()
     assert len(overlays()) >= 5
     assert len(combinations()) > 35
+
+
+def test_the_page_names_everything() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    names = re.findall(r"^\| `([a-z/-]+)` \|", page, re.MULTILINE)
+    assert sorted(names) == sorted([*overlays(), *components()])
+
+
+def test_the_metrics_of_plain_autoscalers_exist(rendered: Rendered) -> None:
+    adapter = yaml.safe_load((KUBERNETES / "components" / "hpa" / "prometheus-adapter.yaml").read_text())["rules"]
+    made = {rule["name"]["as"] for kind in ("custom", "external") for rule in adapter[kind]}
+    asked = set()
+    for one in of_kind(rendered["cpu-demo", "hpa"], "HorizontalPodAutoscaler"):
+        for metric in one["spec"]["metrics"]:
+            asked |= {metric[kind]["metric"]["name"] for kind in ("pods", "external") if kind in metric}
+    assert asked == made
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for kind in ("custom", "external"):
+        for rule in adapter[kind]:
+            series = re.sub("(_bucket)?[{].*", "", rule["seriesQuery"])
+            assert f"`{series}`" in page
 
 
 def test_the_rules_hold_everywhere(rendered: Rendered) -> None:

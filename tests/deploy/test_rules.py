@@ -178,7 +178,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ),
     (
         "probes_mean_one_thing",
-        "StatefulSet tandem-decode has 50 s to start, and 16GiB need 232 s",
+        "StatefulSet tandem-decode has 50 s to start, and 16GiB need 292 s",
         lambda at: put(container(at(DECODE))["startupProbe"], "failureThreshold", 10),
     ),
     (
@@ -199,7 +199,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     (
         "images_have_versions",
         "is not of version",
-        lambda at: put(container(at(DECODE)), "image", "tandem-worker:9.9.9-cuda"),
+        lambda at: put(container(at(DECODE)), "image", "tandem-worker-cuda:9.9.9"),
     ),
     ("images_have_versions", "has no version", lambda at: put(container(at(DECODE)), "image", "tandem-worker")),
     (
@@ -339,6 +339,26 @@ CHANGES: list[tuple[str, str, Change]] = [
         lambda at: put(container(at(GATEWAY)), "terminationMessagePolicy", None),
     ),
     (
+        "tls_is_spoken",
+        "StatefulSet tandem-decode: livenessProbe does not speak TLS",
+        lambda at: put(container(at(DECODE)), "livenessProbe", {"grpc": {"port": 7000}}),
+    ),
+    (
+        "tls_is_spoken",
+        "ServiceMonitor tandem-gateway does not speak as tandem-gateway does",
+        lambda at: put(at("ServiceMonitor tandem-gateway")["spec"]["endpoints"][0], "scheme", None),
+    ),
+    (
+        "tls_is_spoken",
+        "does not say what its ports speak",
+        lambda at: put(at("Service tandem-gateway")["spec"]["ports"][1], "appProtocol", "kubernetes.io/h2c"),
+    ),
+    (
+        "ports_agree",
+        "livenessProbe asks port 7070",
+        lambda at: put(container(at(DECODE))["livenessProbe"]["exec"]["command"], -1, "localhost:7070"),
+    ),
+    (
         "names_are_let_in",
         "refuses requests for tandem-gateway.tandem.svc",
         lambda at: put(variable(at(GATEWAY), "TANDEM_ALLOWED_HOSTS"), "value", "tandem-gateway"),
@@ -406,6 +426,10 @@ def test_a_route_that_leads_nowhere_is_found(base: Sequence[Object]) -> None:
     found = violations([*base, route])
     assert "ports_agree: HTTPRoute tandem leads to tandem-gateway:8001, which no Service has" in found
     assert "names_are_let_in: Deployment tandem-gateway refuses requests for tandem.example.com" in found
+    objects = copied([*base, route])
+    gateway = next(one for one in objects if title(one) == GATEWAY)
+    container(gateway)["env"].append({"name": "TANDEM_TLS_CERT", "value": "/etc/tandem/tls/tls.crt"})
+    assert "tls_is_spoken: the routes do not speak as tandem-gateway does" in violations(objects)
 
 
 def test_two_tracks_of_decode_workers_finish_their_answers_themselves(base: Sequence[Object]) -> None:
