@@ -1,4 +1,4 @@
-"""The times that Kubernetes gives a pod: to start, and to end in order. Knows no Kubernetes.
+"""The time that Kubernetes gives a pod to end in order. Knows no Kubernetes.
 
 `tests/deploy` holds the manifests in `deploy/kubernetes` to these formulas; docs/kubernetes.md has them in words.
 """
@@ -9,10 +9,6 @@ EXIT_MARGIN_S = 10.0
 """From the last answer to the end of the process: servers close, spans are exported, a GPU's memory is freed."""
 LINK_FLOOR_BYTES_PER_S = 125e6
 """The slowest network between decode workers that is reckoned with: 1 Gbit/s."""
-READ_FLOOR_BYTES_PER_S = 100e6
-"""The slowest storage that weights are reckoned to be read from: a network volume that others use too."""
-START_FLOOR_S = 120.0
-"""A start without weights: imports, the kernels' compilation, the engine's rehearsal."""
 
 
 def grace_s(longest_work_s: float, *, endpoint_lag_s: float = 0.0) -> float:
@@ -36,8 +32,3 @@ def longest_work_s(*, max_request_s: float, drain_s: float, can_hand_over: bool)
 def handover_s(kv_bytes: int, *, bytes_per_s: float = LINK_FLOOR_BYTES_PER_S) -> float:
     """Returns how long a full KV cache takes to another worker: a drain of less has answers computed again."""
     return kv_bytes / bytes_per_s
-
-
-def startup_s(weight_bytes: int, *, bytes_per_s: float = READ_FLOOR_BYTES_PER_S) -> float:
-    """Returns the time within which a worker with these weights has started, or never will."""
-    return START_FLOOR_S + weight_bytes / bytes_per_s

@@ -35,6 +35,7 @@ REQUIRES = {
     "ingress-tls": "tls",
     "model-volume/fetch": "model-volume/claim",
     "tls-certificates": "tls",
+    "vllm": "gpu",
 }
 """What is listed before a component."""
 FIRST = ("blue-green", "monitoring")

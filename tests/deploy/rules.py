@@ -10,11 +10,12 @@ from pathlib import Path
 
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
-from planning.pods import ENDPOINT_LAG_S, grace_s, handover_s, longest_work_s, startup_s
+from planning.pods import ENDPOINT_LAG_S, grace_s, handover_s, longest_work_s
 from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import config
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import size_bytes
+from services.runtime.model_size import start_budget_s
 from tests.deploy.manifests import (
     CLUSTER_WIDE,
     COMPONENT,
@@ -270,8 +271,8 @@ def probes_mean_one_thing(objects: Sequence[Object]) -> Iterator[str]:
         weights = workload.template["metadata"].get("annotations", {}).get("tandem/weights")
         if weights is None:
             yield f"{name} does not say how large its weights are"
-        elif budget_s < startup_s(size_bytes().parse(weights)):
-            yield f"{name} has {budget_s} s to start, and {weights} need {startup_s(size_bytes().parse(weights)):.0f} s"
+        elif budget_s < (needed_s := start_budget_s(size_bytes().parse(weights))):
+            yield f"{name} has {budget_s} s to start, and {weights} need {needed_s:.0f} s"
 
 
 def _asked(probe: Object) -> str:

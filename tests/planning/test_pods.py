@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.pods import EXIT_MARGIN_S, START_FLOOR_S, grace_s, handover_s, longest_work_s, startup_s
+from planning.pods import EXIT_MARGIN_S, grace_s, handover_s, longest_work_s
 
 seconds = st.floats(0, 86_400)
 
@@ -29,9 +29,3 @@ def test_the_grace_is_longer_than_all_that_is_waited_for(work_s: float, lag_s: f
 def test_a_full_cache_moves_in_the_time_of_its_bytes() -> None:
     assert handover_s(2**30) == pytest.approx(8.6, abs=0.1)
     assert handover_s(40 * 2**30, bytes_per_s=3.1e9) == pytest.approx(13.9, abs=0.1)
-
-
-def test_a_start_takes_the_time_of_its_weights() -> None:
-    assert startup_s(0) == START_FLOOR_S
-    assert startup_s(16 * 2**30) == pytest.approx(291.8, abs=0.1)
-    assert startup_s(140 * 2**30, bytes_per_s=1e9) == pytest.approx(270.3, abs=0.1)
