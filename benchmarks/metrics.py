@@ -167,7 +167,6 @@ def _call(spec: AnswerSpec) -> AcceptedCall:
     return AcceptedCall(
         [spec],
         request_id=spec.request_id,
-        model="model",
         span=NO_TRACE,
         close=lambda: None,
     )

@@ -59,14 +59,14 @@ def get_json(
 
     `tls` has the CA to believe behind an https address; None: the system's CAs.
     """
-    with _exchange(url, "GET", path, None, timeout_s, api_key, tls) as response:
+    with _exchange(url, path, None, timeout_s, api_key, tls) as response:
         return _decode(response.read(MAX_ANSWER_BYTES), url)
 
 
 def get_status(url: str, path: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> int:
     """The HTTP status that GET answers with. Raises ApiUnreachable."""
     try:
-        with _exchange(url, "GET", path, None, timeout_s, tls=tls) as response:
+        with _exchange(url, path, None, timeout_s, tls=tls) as response:
             return response.status
     except ApiRefused as error:
         return error.status
@@ -86,7 +86,7 @@ def post_events(
     `timeout_s` is the longest silence that is accepted, in seconds. Raises ApiUnreachable, also where the stream ends
     early, and ApiRefused for an error in place of the stream or within it.
     """
-    with _exchange(url, "POST", path, body, timeout_s, api_key, tls) as response:
+    with _exchange(url, path, body, timeout_s, api_key, tls) as response:
         while line := response.readline(MAX_ANSWER_BYTES):
             data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if data == b"[DONE]":
@@ -103,14 +103,13 @@ def post_events(
 @contextmanager
 def _exchange(
     url: str,
-    method: str,
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float,
     api_key: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
-    """One request and its successful answer; the connection ends with the scope."""
+    """Yields the successful answer to a GET, or to a POST of a body; the connection ends with the scope."""
     connection = _connection(url, timeout_s, tls)
     prefix = urlsplit(url).path.rstrip("/")
     try:
@@ -120,7 +119,7 @@ def _exchange(
             if re.fullmatch(r"[\x21-\x7e]+", api_key) is None:
                 raise ConfigError("the API key must be printable ASCII without spaces")  # and is not shown
             headers["authorization"] = f"Bearer {api_key}"
-        connection.request(method, prefix + path, body=payload, headers=headers)
+        connection.request("GET" if body is None else "POST", prefix + path, body=payload, headers=headers)
         response = connection.getresponse()
         if response.status >= 400:
             raise ApiRefused(_refusal(response, url), status=response.status)

@@ -209,9 +209,8 @@ class DecodePages(EnginePages):
             return False
         if not is_swap_cheaper(
             num_tokens=num_computed_tokens,
-            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_chunked_tokens=self._num_nameable_tokens(sequence.num_prompt_tokens, num_computed_tokens),
             num_bytes=len(page_ids) * self._page_bytes,
-            is_exact=self.is_exact,
             prefill=self.speedometer.prefill or DEFAULT_PREFILL,
             decode=self.speedometer.decode or DEFAULT_DECODE,
             copy=self._copies.speed,
@@ -240,19 +239,17 @@ class DecodePages(EnginePages):
 def is_swap_cheaper(
     *,
     num_tokens: int,
-    num_prompt_tokens: int,
+    num_chunked_tokens: int,
     num_bytes: int,
-    is_exact: bool,
     prefill: PrefillSpeed,
     decode: DecodeSpeed,
     copy: LinkSpeed,
 ) -> bool:
-    """Whether to copy the KV of `num_tokens` tokens, `num_bytes` bytes, out and in again, or to compute it again.
+    """Returns whether to copy the KV of `num_tokens` tokens, `num_bytes` bytes, out and in again, not to recompute it.
 
-    Where chunks are not exact, tokens of the answer are computed one a step. What others still hold or what will be
+    Tokens beyond the first `num_chunked_tokens` are computed one a step. What others still hold or what will be
     found again is not known before, and makes computing look dearer than it may turn out.
     """
-    num_chunked = num_tokens if is_exact else min(num_tokens, num_prompt_tokens)
-    num_steps = num_tokens - num_chunked
-    compute_s = prefill.time_s(num_chunked) + num_steps * decode.step_s(1, num_tokens)
+    num_steps = num_tokens - num_chunked_tokens
+    compute_s = prefill.time_s(num_chunked_tokens) + num_steps * decode.step_s(1, num_tokens)
     return 2 * copy.time_s(num_bytes) < compute_s

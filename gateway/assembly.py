@@ -34,9 +34,8 @@ from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
 from gateway.requests.cache_hints import CacheHints
-from gateway.requests.dispatch import RoomLimits
 from gateway.requests.lifecycle import Requests
-from gateway.requests.policies import Policies
+from gateway.requests.policies import Policies, RoomLimits
 from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from gateway.topology.model_match import difference

@@ -2,12 +2,14 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker", "planning", "cli")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+MAX_PARAMETERS, MAX_POSITIONAL = 6, 2
 MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 
 LONG_FILES = {
@@ -17,6 +19,40 @@ LONG_FILES = {
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS: dict[str, int] = {}
+
+MANY_PARAMETERS = {
+    "cli/up.py:Up.__init__": 7,
+    "decode_worker/engine_loop.py:decode_loop": 7,
+    "decode_worker/scheduler.py:BatchScheduler.__init__": 7,
+    "decode_worker/scheduler.py:BatchScheduler.add": 8,
+    "gateway/batches/runner.py:Batches.__init__": 8,
+    "gateway/requests/acceptance.py:Acceptance.__init__": 9,
+    "gateway/requests/acceptance.py:Acceptance._begin": 7,
+    "gateway/requests/lifecycle.py:Requests.__init__": 14,
+    "kv_transfer/receive_thread.py:FramePlacer.__init__": 9,
+    "kv_transfer/receiving.py:LinkReceiver.__init__": 14,
+    "kv_transfer/send_link.py:SendLink.__init__": 11,
+    "kv_transfer/send_thread.py:ChunkPoster.__init__": 11,
+    "kv_transfer/sending.py:SendLinks.__init__": 9,
+    "planning/simulator/workers.py:PrefillWorker.__init__": 7,
+    "services/cluster/files.py:FileStore.commit": 7,
+    "services/cluster/registry.py:WorkerLease.__init__": 7,
+    "services/engine/engine.py:_with_pool": 8,
+    "services/engine/engine.py:load_engine": 13,
+    "services/runtime/rpc.py:make_server": 7,
+    "services/runtime/telemetry.py:record": 7,
+    "worker/sessions.py:SessionServer.__init__": 8,
+}
+MANY_POSITIONAL = {
+    "cli": 12,
+    "decode_worker": 7,
+    "gateway": 78,
+    "kv_transfer": 59,
+    "planning": 11,
+    "services": 80,
+    "worker": 16,
+}
+"""Public functions of each package that take more than MAX_POSITIONAL arguments by position, from before the rule."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -35,6 +71,27 @@ def functions(node: ast.AST, path: str = "") -> Iterator[tuple[str, int]]:
             if not isinstance(child, ast.ClassDef):
                 yield name, (child.end_lineno or child.lineno) - child.lineno + 1
         yield from functions(child, name)
+
+
+def parameters(node: ast.AST, path: str = "", *, is_class: bool = False) -> Iterator[tuple[str, int, int]]:
+    """Each function's name within its module, its parameters and those by position, without `self` and `cls`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{path}.{child.name}".lstrip(".")
+            is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in child.decorator_list)
+            given = child.args
+            num_positional = len(given.posonlyargs) + len(given.args) - (is_class and not is_static)
+            yield name, num_positional + len(given.kwonlyargs), num_positional
+            yield from parameters(child, name)
+        elif isinstance(child, ast.ClassDef):
+            yield from parameters(child, f"{path}.{child.name}".lstrip("."), is_class=True)
+        else:
+            yield from parameters(child, path, is_class=is_class)
+
+
+def is_public(name: str) -> bool:
+    """Whether it is to be called from other modules; names with two underscores on both sides are."""
+    return not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def judged(lines: dict[str, int], most: int, exceptions: dict[str, int]) -> list[str]:
@@ -56,6 +113,30 @@ def test_no_function_is_too_long() -> None:
     }
     assert len(lines) > 2000
     assert judged(lines, MAX_FUNCTION_LINES, LONG_FUNCTIONS) == []
+
+
+def test_no_function_has_too_many_parameters() -> None:
+    found = [
+        (f"{path}:{name}", num, num_positional)
+        for path, text in sources()
+        if not path.endswith("_triton.py")
+        for name, num, num_positional in parameters(ast.parse(text))
+    ]
+    assert judged({name: num for name, num, _ in found}, MAX_PARAMETERS, MANY_PARAMETERS) == []
+    many = Counter(
+        name.partition("/")[0]
+        for name, _, num_positional in found
+        if num_positional > MAX_POSITIONAL and is_public(name.partition(":")[2])
+    )
+    assert {package: num for package, num in many.items() if num > MANY_POSITIONAL.get(package, 0)} == {}
+
+
+def test_what_counts_as_a_parameter() -> None:
+    text = (
+        "class A:\n def f(self, a, /, b, *c, d, **e): ...\n @staticmethod\n def g(a): ...\ndef _h():\n def i(a, b): ..."
+    )
+    assert [*parameters(ast.parse(text))] == [("A.f", 3, 2), ("A.g", 1, 1), ("_h", 0, 0), ("_h.i", 2, 2)]
+    assert [*map(is_public, ("A.f", "A.__init__", "_h", "A._f", "_h.i"))] == [True, True, False, False, False]
 
 
 def test_no_two_public_classes_of_a_package_have_one_name() -> None:

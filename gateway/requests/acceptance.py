@@ -265,7 +265,6 @@ class Acceptance:
         return AcceptedCall(
             specs,
             request_id=request_id,
-            model=model.name,
             fallback=stored.fallback,
             span=span,
             close=lambda: self._give_back_id(request_id, stored.facts.tenant),

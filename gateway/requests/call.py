@@ -219,7 +219,6 @@ class AcceptedCall:
         specs: list[AnswerSpec],
         *,
         request_id: str,
-        model: str,
         fallback: str = "",
         span: RequestSpans,
         close: Callable[[], None],
@@ -228,7 +227,7 @@ class AcceptedCall:
         self.specs = specs
         self.request_id = request_id
         self.facts = specs[0].facts
-        self.model = self.asked_model = model
+        self.model = self.asked_model = specs[0].model
         self.fallback = fallback
         self.fallbacks: tuple[str, ...] = ()
         self.call: Call | None = None

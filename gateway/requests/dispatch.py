@@ -9,12 +9,12 @@ requests that go in the same moment do not all see the same free place. Knows no
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec
+from gateway.requests.policies import Policies
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPairReport, WorkerWatch
@@ -26,7 +26,6 @@ from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing.route import Route
-from services.scheduling.routing.router import Router
 from services.scheduling.routing.views import Fits, RouteRequest, Views, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -48,19 +47,6 @@ class PrefixHints(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RoomLimits:
-    """When a request waits here rather than at a worker, where no other could overtake it.
-
-    `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
-    one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
-    (`normal` and below); None: no such limit.
-    """
-
-    ahead_s: float = 0.1
-    itl_s: float | None = None
-
-
 class Dispatcher:
     """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
 
@@ -71,19 +57,17 @@ class Dispatcher:
         self,
         topology: Topology,
         *,
-        router: Router,
+        policies: Policies,
         clock: Clock,
-        limits: RoomLimits | None = None,
         hints: PrefixHints | None = None,
-        region: str = "",
         prefill_choice: Callable[[], PrefillChoice] = lambda: "auto",
     ) -> None:
         self._topology = topology
-        self._router = router
+        self._router = policies.router
         self._clock = clock
-        self._limits = limits or RoomLimits()
+        self._limits = policies.room
         self._hints = hints
-        self._region = region
+        self._region = policies.region
         self._prefill_choice = prefill_choice
         self.on_trial: set[RunningAnswer] = set()
         """The requests that are tried alone after a death (`gateway.requests.quarantine`): each goes to workers without

@@ -80,11 +80,9 @@ class Requests:
         self._open: dict[RunningAnswer, AnswerObserver] = {}
         self._dispatcher = dispatcher = Dispatcher(
             topology,
-            router=policies.router,
+            policies=policies,
             clock=clock,
-            limits=policies.room,
             hints=hints,
-            region=policies.region,
             prefill_choice=lambda: self.prefill_choice,
         )
         self._placing = Placing(topology, dispatcher, queues=queues, policies=policies, clock=clock)

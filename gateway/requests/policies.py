@@ -2,8 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from gateway.requests.dispatch import RoomLimits
 from services.scheduling.routing.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLimits:
+    """When a request waits here rather than at a worker, where no other could overtake it.
+
+    `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
+    one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
+    (`normal` and below); None: no such limit.
+    """
+
+    ahead_s: float = 0.1
+    itl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,9 +404,8 @@ DECODE = DecodeSpeed(overhead_s=0.005, s_per_sequence=0.001)
 def test_the_quicker_way_is_taken(num_tokens: int, num_bytes: int, is_exact: bool, expected: bool) -> None:
     assert expected == is_swap_cheaper(
         num_tokens=num_tokens,
-        num_prompt_tokens=10,
+        num_chunked_tokens=num_tokens if is_exact else 10,
         num_bytes=num_bytes,
-        is_exact=is_exact,
         prefill=PREFILL,
         decode=DECODE,
         copy=COPY,

@@ -107,7 +107,6 @@ class FakeRequests:
         return AcceptedCall(
             specs,
             request_id=request_id,
-            model="tiny",
             span=NO_TRACE,
             close=lambda: self.active.discard((tenant, request_id)),
         )

@@ -137,7 +137,6 @@ def accepted_call(num_choices, fallbacks):
     accepted = AcceptedCall(
         generations_of("m0", num_choices),
         request_id="r",
-        model="m0",
         span=NO_TRACE,
         close=lambda: None,
     )

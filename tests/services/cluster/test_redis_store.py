@@ -12,11 +12,9 @@ import pytest
 import redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.keys import Keys
 from services.cluster.redis_store import PATIENT_TIMEOUT_S, Script, Store
-from services.cluster.redis_url import check_url
 from services.cluster.registry import watch_workers
-from services.runtime.errors import ConfigError, StoreUnavailable
+from services.runtime.errors import StoreUnavailable
 from tests.limited_redis import LimitedRedis
 
 ECHO = Script("return ARGV[1]")
@@ -158,16 +156,6 @@ async def test_nobody_listening_fails_fast(tmp_path: Path) -> None:
 async def test_a_script_error_is_no_answer(store: Store) -> None:
     with pytest.raises(StoreUnavailable):
         await store.run(Script("return redis.call('GET')"), (), ())
-
-
-def test_bad_urls_and_names_are_settings_errors() -> None:
-    for url in ("http://x", "localhost:6379", "", "redis://127.0.0.1:port"):
-        with pytest.raises(ConfigError):
-            check_url(url)
-    for name in ("", "a b", "x" * 65, "{a}", "a:b", "ä"):
-        with pytest.raises(ConfigError):
-            Keys(name)
-    assert Keys("eu-1").worker("decode-0") == "tandem:{eu-1}:worker:decode-0"
 
 
 async def test_connections_that_do_not_say_in_time_that_they_are_closed_are_closed(store: Store) -> None:
