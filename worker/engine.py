@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from services.engine.cache.pages import PageChanges, PageCounts
 from services.engine.steps.limits import SequenceLimits
-from services.engine.steps.sequence import FinishReason, Sequence
+from services.engine.steps.sequence import FinishReason, Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken, SampledTokens
 from services.runtime.errors import TandemError
 from services.scheduling.chunks import DEFAULT_CLASS
@@ -45,6 +45,8 @@ class EngineFacts:
     """Two workers exchange pages only if theirs agree; part of the names of pages."""
     loss: Callable[[], TandemError | None] = lambda: None
     """Returns what has made the engine useless while nobody used it, from any thread."""
+    check: Callable[[Sampling], None] = lambda sampling: None
+    """Raises InvalidRequest for what the engine cannot give."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ class EngineWorker(ABC, Generic[A]):
 
     def _check(self, spec: AttemptSpec[Sampling], *, num_new_tokens: int) -> None:
         """Raises InvalidRequest for what the model cannot compute, with `num_new_tokens` after the prompt."""
+        self.facts.check(spec.sampling)
         limits = self.facts.limits
         limits.check_fits(len(spec.prompt_token_ids), num_new_tokens)
         limits.check_token_ids(spec.prompt_token_ids)

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from kv_transfer.page_bytes import PageGenerations, PageMemory
 from services.engine.cache.host_tier import HostTier
 from services.engine.steps.limits import SequenceLimits
+from services.engine.steps.sequence import Sampling
 from services.engine.weights.shard import Parallelism
 from services.runtime.errors import TandemError
 from services.runtime.identity import AnswerIdentity
@@ -68,6 +69,10 @@ class LoadedModel(Protocol):
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
         """Returns all that decides its tokens beside the request."""
+        ...
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises InvalidRequest for what its engine cannot give."""
         ...
 
     def close(self) -> None:

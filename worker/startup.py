@@ -103,7 +103,7 @@ class Common(Generic[C, R, E]):
     def facts(self) -> EngineFacts:
         """What its worker knows of the engine."""
         model = self.model
-        return EngineFacts(model.limits, model.fingerprint, loss=lambda: model.loss)
+        return EngineFacts(model.limits, model.fingerprint, lambda: model.loss, model.check)
 
     def watch(self) -> None:
         """Has metrics read what belongs to no role."""

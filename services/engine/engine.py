@@ -106,6 +106,9 @@ class EngineParts:
         config, layout = self.model_config, self.pool.layout
         return SequenceLimits(config.context_length_tokens, config.vocab_size, self.pool.num_pages, layout.page_size)
 
+    def check(self, sampling: Sampling) -> None:
+        """Takes everything that a request may ask."""
+
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
         """Returns all that decides the tokens which it gives; the engine has seen no tokenizer and no grammar."""
         return AnswerIdentity(

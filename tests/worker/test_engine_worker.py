@@ -149,6 +149,18 @@ async def test_what_cannot_be_computed_is_refused_with_its_field(
     assert caught.value.field == field
 
 
+async def test_what_the_engine_cannot_give_is_refused(make_bench: Callable[..., Bench]) -> None:
+    def check(sampling: SamplingParams) -> None:
+        if sampling.logprobs is not None:
+            raise InvalidRequest("none here", field="logprobs")
+
+    worker = make_bench().worker
+    worker.facts = EngineFacts(LIMITS, "a model", check=check)
+    worker._check(spec(), num_new_tokens=4)
+    with pytest.raises(InvalidRequest, match="none here"):
+        worker._check(spec(sampling=SamplingParams(max_tokens=4, logprobs=1)), num_new_tokens=4)
+
+
 async def test_tenants_and_models_have_salts_of_their_own(make_bench: Callable[..., Bench]) -> None:
     worker = make_bench().worker
     assert worker.salt(spec("a")) == worker.salt(spec("b"))

@@ -18,6 +18,7 @@ from torch import set_num_threads  # by its name: vLLM puts a function in its pl
 
 from services.engine.cache.host_tier import HostTier
 from services.engine.steps.limits import SequenceLimits
+from services.engine.steps.sequence import Sampling
 from services.engine.weights.shard import Parallelism
 from services.runtime.clock import Clock
 from services.runtime.errors import ModelError, TandemError, WorkerLost
@@ -29,6 +30,7 @@ from worker.vllm.blocks import BlockGenerations, BlockMemory
 from worker.vllm.decode import VllmDecode
 from worker.vllm.installed import own_version
 from worker.vllm.prefill import VllmPrefill
+from worker.vllm.refusals import refuse_request, refuse_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +70,8 @@ class VllmSettings:
 
     @classmethod
     def of(cls, settings: WorkerConfig, *, max_batch: int) -> "VllmSettings":
-        """What a worker's settings say."""
+        """What a worker's settings say. Raises ConfigError for what its engine does not have."""
+        refuse_settings(settings)
         return cls(
             model_dir=settings.model,
             dtype=settings.dtype,
@@ -143,6 +146,10 @@ class VllmModel:
             vocabulary=vocabulary,
             grammars=grammars,
         )
+
+    def check(self, sampling: Sampling) -> None:
+        """Implements LoadedModel."""
+        refuse_request(sampling)
 
     def prefill_engine(self, on_report: Callable[[PrefillReport], None], *, clock: Clock) -> VllmPrefill:
         """Returns the engine of a prefill worker; a model makes one engine."""
