@@ -23,6 +23,7 @@ from services.runtime.errors import InvalidRequest
 
 _NAMING = frozenset((b"idempotency-key", b"last-event-id", b"x-request-id"))
 """Headers of requests that have a name, whose answers others may read too."""
+_TIMEOUT = frozenset((TIMEOUT.lower().encode(),))
 _WISHES = frozenset(name.lower().encode() for name in WISHES)
 
 
@@ -110,7 +111,9 @@ def _deadline(exchange: Exchange, request: RequestBody) -> Deadline | None:
     named_ms = request.request_timeout_ms
     if named_ms is not None:
         check_integer(named_ms, "request_timeout_ms", minimum=1, maximum=MAX_MS)
-    timeout_s = read_ms(lambda name: exchange.optional_header(name.encode()), TIMEOUT)
+    timeout_s = None
+    if exchange.has_any(_TIMEOUT):
+        timeout_s = read_ms(lambda name: exchange.optional_header(name.encode()), TIMEOUT)
     if timeout_s is not None and named_ms is not None and timeout_s != named_ms / 1000:
         raise InvalidRequest(
             f"request_timeout_ms and {TIMEOUT} differ", field="request_timeout_ms", code="invalid_value"

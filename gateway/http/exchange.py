@@ -242,8 +242,8 @@ class Exchange:
     def _check_head(self) -> None:
         if self._url_bytes > MAX_URL_BYTES:
             raise HttpRefusal("the URL is too long", http_status=414, code="url_too_long")
-        encoding = self.header(b"content-encoding")
-        if encoding and encoding.lower() != "identity":
+        encoding = self._first_values.get(b"content-encoding")
+        if encoding and encoding.lower() != b"identity":
             raise HttpRefusal("send the body without content-encoding", http_status=415, code="unsupported_encoding")
         check_json_type(self.header(b"content-type"))
         length = self.header(b"content-length")

@@ -17,6 +17,7 @@ from gateway.requests.tokens import Arrived, TokenLog
 from gateway.topology.books import Bookings
 from gateway.topology.events import AttemptKey, SequenceOrder
 from gateway.topology.session import DecodeSession, Peer
+from gateway.topology.views import NOTHING_MEASURED
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Delta, FinishReason, Usage
 from services.runtime.clock import Clock
@@ -73,6 +74,8 @@ class RunningAnswer:
         self.avoided_pairs: set[tuple[str, str]] = set()
         self.next_move_at_s = 0.0
         self.must_queue = False
+        self.usual = NOTHING_MEASURED
+        """The usual speeds of its model's workers, as of the last decision."""
         self.routes: Sequence[Route] = ()
         """The routes that it may take, best first, as of the last decision."""
         self.bookings = Bookings()

@@ -151,7 +151,7 @@ class Dispatcher:
         spec = request.spec
         num_known = request.num_known_tokens
         prompt = (request.queue_entry.service_class, num_known)
-        usual = self._topology.usual_speeds(spec.model)
+        usual = request.usual = self._topology.usual_speeds(spec.model)
         decodes = self._topology.decode_views(spec.model, usual, prompt=prompt)
         decodes = self._usable(decodes, usual.local, usual.decode)
         if kept:
@@ -215,7 +215,7 @@ class Dispatcher:
 
     def new_watch(self, request: RunningAnswer, decode: WorkerView) -> AttemptWatch:
         """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
-        usual = self._topology.usual_speeds(request.spec.model)
+        usual = request.usual
         num_sequences = max(decode.num_requests, decode.num_running) + 1
         token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
         num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.spec.model)
@@ -228,7 +228,7 @@ class Dispatcher:
     def watch_prompt(self, request: RunningAnswer, route: Route, attempt: Attempt) -> None:
         """Notes that the attempt's workers are about to compute the prompt."""
         worker_id = (attempt.prefill or attempt.decode).peer.worker_id
-        usual = self._topology.usual_speeds(request.spec.model)
+        usual = request.usual
         speed = usual.prefill if route.is_remote else usual.local
         views = route.prefills if route.is_remote else (route.decode,)
         waiting = next((view.waiting_tokens for view in views if view.worker_id == worker_id), 0)
