@@ -19,7 +19,7 @@ SBOM ?= build/sbom.cdx.json
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy attack fuzz test-mutants test-gpu test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout attack fuzz test-mutants test-gpu test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -65,7 +65,11 @@ fuzz: install-dev ## 100,000 requests of nonsense over HTTP and as many over gRP
 
 test-deploy: install-dev ## the files in deploy/: every overlay with every component rendered and checked, and linters
 	@tools/deploy_tools.sh
-	$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/deploy $(ARGS)
+	$(NO_GPU) $(PYTEST) -q -n 0 -m "deploy and not slow" tests/deploy $(ARGS)
+
+test-rollout: install-dev ## a rolling update under load as the manifests say, with a process in a network namespace for each pod
+	@tools/deploy_tools.sh
+	$(NO_GPU) $(PYTEST) -q -n 0 -m "deploy and slow" tests/deploy $(ARGS)
 
 test-mutants: install-dev ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
 	@$(NO_GPU) exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ EXCLUSIVE = (
     {"ingress", "ingress-tls"},
     {"own number of workers", "keda", "hpa"},
     {"own tracks", "blue-green"},
+    {"own tracks", "preflight"},
     {"another namespace", "tls-certificates"},
 )
 """Components of which one at most makes sense, and facts of overlays that some would contradict."""
@@ -226,11 +228,16 @@ STAND_INS = {
 """What fields of a pod and keys of Secrets are taken to hold."""
 
 
-def variables(objects: Sequence[Object], container: Object) -> dict[str, str]:
-    """The environment of a container as the kubelet makes it: later sources win, $(NAME) is what was set before."""
+def variables(objects: Sequence[Object], container: Object, known: Mapping[str, str] = {}) -> dict[str, str]:
+    """The environment of a container as the kubelet makes it: later sources win, $(NAME) is what was set before.
+
+    `known` has what a pod's fields and Secrets' keys hold; of others something is made up.
+    """
     environment: dict[str, str] = {}
     maps = config_maps(objects)
     stand_ins = STAND_INS | {"metadata.namespace": next(of_kind(objects, "Namespace"))["metadata"]["name"]}
+    stand_ins |= {"requests.cpu": str(math.ceil(float(container["resources"]["requests"]["cpu"].removesuffix("m"))))}
+    stand_ins |= known
     for source in container.get("envFrom", ()):
         environment |= maps.get(source.get("configMapRef", {}).get("name"), {})
     for variable in container.get("env", ()):
@@ -245,7 +252,7 @@ def _value(variable: Object, stand_ins: Mapping[str, str]) -> str:
     if "fieldRef" in source:
         return stand_ins[source["fieldRef"]["fieldPath"]]
     if "resourceFieldRef" in source:
-        return "4"
+        return stand_ins[source["resourceFieldRef"]["resource"]]
     return stand_ins.get(source["secretKeyRef"]["key"], "of a Secret")
 
 

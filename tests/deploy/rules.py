@@ -380,6 +380,15 @@ def _refused(workload: Workload, environment: dict[str, str], program: type[obje
         yield f"{title(workload.object)}: {error.message}"
 
 
+def preflight_sees_what_the_worker_gets(objects: Sequence[Object]) -> Iterator[str]:
+    """A container that judges a worker's start has the worker's image, variables, mounts and limits."""
+    for workload in workloads(objects):
+        for judge in workload.pod.get("initContainers", ()):
+            for member in ("image", "env", "envFrom", "volumeMounts", "resources"):
+                if judge.get(member) != workload.main.get(member):
+                    yield f"{title(workload.object)}: {judge['name']} has another {member} than {workload.main['name']}"
+
+
 def references_exist(objects: Sequence[Object]) -> Iterator[str]:
     """Whatever an object names exists: ConfigMaps, Secrets, claims, accounts, priorities, volumes, targets, issuers."""
     there = {title(one) for one in objects}
@@ -548,6 +557,7 @@ RULES: tuple[Rule, ...] = (
     images_have_versions,
     pods_are_restricted,
     settings_exist,
+    preflight_sees_what_the_worker_gets,
     references_exist,
     autoscalers_own_the_number,
     resources_are_named,

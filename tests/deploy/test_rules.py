@@ -280,6 +280,13 @@ CHANGES: list[tuple[str, str, Change]] = [
         lambda at: container(at(DECODE))["env"].append({"name": "TANDEM_INSECURE", "value": "true"}),
     ),
     (
+        "preflight_sees_what_the_worker_gets",
+        "StatefulSet tandem-decode: preflight has another image than worker",
+        lambda at: put(
+            pod(at(DECODE)), "initContainers", [{**container(at(DECODE)), "name": "preflight", "image": "x:1.2.3"}]
+        ),
+    ),
+    (
         "references_exist",
         "names ConfigMap tandem-tuning",
         lambda at: container(at(DECODE))["envFrom"].append({"configMapRef": {"name": "tandem-tuning"}}),
