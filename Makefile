@@ -14,12 +14,13 @@ VLLM_TESTS ?= tests/worker/vllm
 # What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
 BENCH_DIR ?= build/benchmarks
 HISTORY ?=
-# Where `make sbom` writes to.
+# Where `make sbom` writes to, and the lock file of what it lists.
 SBOM ?= build/sbom.cdx.json
+LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout attack fuzz test-mutants test-gpu test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -56,6 +57,10 @@ test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every an
 
 test-machines: install-dev ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)
+
+test-containers: install-dev ## a cluster of containers: its answers, deaths, updates; needs podman, and `make images` of all four (ARGS: flags of pytest)
+	@tools/deploy_tools.sh
+	$(NO_GPU) $(PYTEST) -q -n 0 -s -m containers tests/containers $(ARGS)
 
 attack: install-dev ## attack a cluster in every way that docs/security.md names (ARGS: attacks and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.attack.run $(ARGS)
@@ -120,9 +125,9 @@ proto-release: install-dev ## part of a release: from now on its public protos a
 lock: install-dev ## write requirements/*.lock anew after a change of pyproject.toml (ARGS: flags of uv, such as --upgrade)
 	@tools/lock.sh $(ARGS)
 
-sbom: install-dev ## the bill of materials of what serving installs, as CycloneDX JSON (SBOM: the file)
+sbom: install-dev ## the bill of materials of what serving installs, as CycloneDX JSON (SBOM: the file, LOCK: gateway or worker)
 	@mkdir -p $(dir $(SBOM))
-	@{ grep '^torch==' constraints.txt; cat requirements/serve.lock; } | \
+	@{ if grep -q '^safetensors==' requirements/$(LOCK).lock; then grep '^torch==' constraints.txt; fi; cat requirements/$(LOCK).lock; } | \
 		$(PYTHON_IN) -W ignore::UserWarning -m cyclonedx_py requirements - --pyproject pyproject.toml --output-reproducible --of JSON -o $(SBOM)
 
 bench: install-dev ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)

@@ -127,6 +127,12 @@ done
 write_secrets
 if [ -z "${TORCH_INDEX+given}" ] && compgen -G "${wheels[0]:-/nonexistent}/torch-*-cp311-*.whl" >/dev/null; then TORCH_INDEX=; fi
 
+list_packages() { # IMAGE: its bill of materials, where the tools of `make install-dev` are
+    if [ -f "requirements/$1.lock" ] && .venv/bin/python -c 'import cyclonedx_py' 2>/dev/null; then
+        make --silent --assume-old=install-dev sbom "LOCK=$1" "SBOM=$OUT/tandem-$1-$TAG.cdx.json"
+    fi
+}
+
 mkdir -p $OUT
 for image in "${images[@]}"; do
     build=${BUILD:-$(default_of "$image" BUILD)}
@@ -139,6 +145,7 @@ for image in "${images[@]}"; do
     started=$SECONDS
     echo "building tandem-$image:$TAG on $base"
     build "$image" "$build" "$base"
+    list_packages "$image"
     echo "built tandem-$image:$TAG in $((SECONDS - started)) s"
     printf '%s\t%s\t%s\n' "tandem-$image:$TAG" "$(size_of "localhost/tandem-$image:$TAG")" "$(size_of "$base")" >>"$secrets/sizes"
 done

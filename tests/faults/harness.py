@@ -232,8 +232,12 @@ class FaultCluster:
         return [
             f"{gateway}: {name}"
             for name in self.workers
-            if name not in found or found[name]["state"] != "ready" or found[name]["pid"] != self.programs[name].pid
+            if name not in found or found[name]["state"] != "ready" or not self._is_current(found[name])
         ]
+
+    def _is_current(self, worker: Mapping[str, Any]) -> bool:
+        """Whether a worker that a gateway sees is the process that was started last."""
+        return bool(worker["pid"] == self.programs[worker["id"]].pid)
 
     async def topology(self, gateway: str | None = None) -> Any:
         """`/cluster` of a gateway."""

@@ -1,0 +1,1 @@
+"""Containers, built and run: `make test-containers`."""
