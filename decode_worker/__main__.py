@@ -2,7 +2,8 @@
 
 from functools import partial
 
-import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is imported
+import services.runtime.first_process  # first: what comes after it takes seconds
+import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.engine_loop import decode_loop
 from decode_worker.features import StepFeature

@@ -3,7 +3,8 @@
 import gc
 import sys
 
-import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
+import services.runtime.first_process  # first: what comes after it takes seconds
+import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is loaded
 from gateway.assembly import Gateway
 from gateway.config import GatewayConfig
 from services.runtime import config, heap, logs, process, rpc, service_manager, telemetry
