@@ -136,7 +136,7 @@ class ContainerCluster(FaultCluster):
             "GRPC_PORT": "",
             "PROMETHEUS_PORT": self.prometheus.partition(":")[2],
         }
-        self._compose("down", "--volumes", "--timeout=0")
+        self._remove()
         try:
             workers = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)]
             self.up("valkey", "prometheus", "gateway", *workers, f"--scale=gateway={self.gateways}")
@@ -156,7 +156,7 @@ class ContainerCluster(FaultCluster):
             sys.stderr.write(f"logs are kept in {self.folder}\n")
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._compose("down", "--volumes", "--timeout=0")
+        self._remove()
 
     def up(self, *arguments: str, blue_green: bool = False) -> None:
         """Makes and starts what is named."""
@@ -227,6 +227,13 @@ class ContainerCluster(FaultCluster):
     def _admin_url(self) -> str:
         networks = self.podman.inspect(f"{PROJECT}_valkey_1")["NetworkSettings"]["Networks"]
         return f"redis://{networks[f'{PROJECT}_cluster']['IPAddress']}:6379"
+
+    def _remove(self) -> None:
+        # podman-compose takes down one container of each service, however many it has started.
+        label = f"--filter=label=io.podman.compose.project={PROJECT}"
+        if found := self.podman.run("ps", "--all", "--quiet", label).stdout.split():
+            self.podman.run("rm", "--force", "--time=0", *found)
+        self._compose("down", "--volumes", "--timeout=0")
 
     def _compose(self, *arguments: str) -> None:
         self.podman.compose(self._files, *arguments, environment=self._environment)

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,7 +206,7 @@ async def test_a_rolling_update_of_every_container_costs_no_answer(cluster, spec
     graces = {
         "decode": grace_s("workers/decode.yaml"),
         "prefill": grace_s("workers/prefill.yaml"),
-        "gateway": grace_s("gateway.yaml"),
+        "gateway": grace_s("gateway/gateway.yaml"),
     }
     took: dict[str, float] = {}
     async with under_load(cluster, "rolling_update", specs, references) as opened:
@@ -223,6 +224,7 @@ async def test_a_rolling_update_of_every_container_costs_no_answer(cluster, spec
 
 
 async def test_from_blue_to_green_no_answer_is_lost_and_no_pair_is_mixed(cluster, specs, references) -> None:  # type: ignore[no-untyped-def]
+    """Pages of another size are another layout: what one has computed is of no use to the other."""
     blue = cluster.workers
     green = {"green-prefill-0": "prefill", "green-decode-0": "decode"}
     starts = {name: cluster[name].log.stat().st_size for name in cluster.names("gateway")}
@@ -231,20 +233,18 @@ async def test_from_blue_to_green_no_answer_is_lost_and_no_pair_is_mixed(cluster
         for name, role in green.items():
             cluster.add_worker(name, role)
         await cluster.ready()
-        layouts = {worker["id"]: worker["layout"] for worker in (await cluster.topology())["workers"]}
         for name in blue:
             await asyncio.to_thread(cluster.stop, name, grace_s=grace_s("workers/decode.yaml"))
             cluster.forget(name)
         last = opened.mark()
         await opened.until_resumed(last.running, last.at)
     lines = [line for name, start in starts.items() for line in cluster.lines(name, start)]
-    done = [record for line in lines if '"workers"' in line and (record := json.loads(line)).get("attempts") == 1]
-    pairs = {tuple(sorted(name.startswith("green") for name in record["workers"])) for record in done}
-    mixed = [line for line in lines if "workers do not fit" in line]
+    requests = [json.loads(line) for line in lines if '"message":"request"' in line]
+    # One answer, in one attempt, where it began: its workers are the pair that it had.
+    whole = [one for one in requests if (one["answers"], one["attempts"], one["moves"]) == (1, 1, 0)]
+    pairs = Counter(tuple(sorted({name.startswith("green") for name in one["workers"]})) for one in whole)
+    refused = sum('"workers do not fit"' in line for line in lines)
     row = opened.row
-    say(f"blue to green: {row.answers} answers, {row.lost} lost, {row.different} different; {layouts}, pairs {pairs}")
-    assert {layouts[name] for name in green}.isdisjoint(layouts[name] for name in blue)
-    assert (True, True) in pairs, "green answered nothing"
-    assert (False, True) not in pairs
-    assert mixed == []
+    say(f"blue to green: {row.answers} answers, {row.lost} lost, {row.different} different; {refused} pairs refused")
+    assert pairs.keys() == {(False,), (True,)}, f"pairs of (blue, green): {pairs}"
     assert row.is_good, table([row])
