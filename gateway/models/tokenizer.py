@@ -86,11 +86,6 @@ class ModelTokenizer:
         """Whether one token begins calls."""
         return self.call_token[0] >= 0
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can be used."""
-        return self._template is not None
-
     async def encode(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Returns a prompt's token ids. Special tokens written in the text count as such: it is the model's own."""
         if len(text) <= LONG_TEXT_CHARS:

@@ -42,7 +42,6 @@ SWEEP_PAGES = 4096
 class ViewStats:
     """Counts since the start, for metrics."""
 
-    num_looks: int = 0
     num_reads: int = 0
     """How often a worker was read as a whole."""
     num_changed_pages: int = 0
@@ -143,7 +142,6 @@ class PrefixView:
         began_s = self._clock.monotonic()
         known = {worker.worker_id: worker.followed for worker in self._workers.values() if worker.followed is not None}
         sightings, is_all = await self._index.look(known)
-        self.stats.num_looks += 1
         for sighting in sightings:
             self._take(sighting)
         self._miss({sighting.worker_id for sighting in sightings})

@@ -97,11 +97,6 @@ class PagePool:
         """Pages that are free or only remembered."""
         return self.num_pages - self._num_private - len(self._users)
 
-    @property
-    def num_remembered(self) -> int:
-        """Blocks that nobody uses, kept in case they are asked for."""
-        return len(self._idle)
-
     def num_cached(self, block_ids: Sequence[int]) -> int:
         """How many blocks from the first on are here."""
         users, idle = self._users, self._idle

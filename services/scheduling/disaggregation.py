@@ -59,11 +59,6 @@ class DisaggregationSettings:
         threshold = _EVERY_PROMPT if choice == "local" else _NO_PROMPT
         return dataclasses.replace(self, local_prefill_tokens=threshold, is_asked=True)
 
-    @property
-    def has_rule(self) -> bool:
-        """Whether anything but the price may decide."""
-        return self.local_prefill_tokens is not None or self.max_itl_s is not None
-
     def rule(self, lacking: int, stretched_s: float) -> tuple[Reason, bool] | None:
         """Returns why a rule decides and whether the prompt is sent away; None: the price decides.
 

@@ -129,7 +129,7 @@ def test_pages_are_conserved_and_all_come_back(seed: int, num_pages: int, evicti
             leases.append(lease)
         in_use = sum(lease.num_private for lease in leases) + len({block for lease in leases for block in lease.shared})
         assert pool.num_available == num_pages - in_use >= 0
-        assert pool.num_remembered <= pool.num_available
+        assert len(pool._idle) <= pool.num_available
     for lease in leases:
         pool.release(lease)
     assert pool.num_available == num_pages

@@ -7,7 +7,6 @@ from services.scheduling.disaggregation import DisaggregationSettings
 
 def test_without_a_rule_the_price_decides():
     how = DisaggregationSettings()
-    assert not how.has_rule
     assert how.rule(10**9, 10**9) is None
     assert how.for_choice("auto") is how
 
@@ -18,7 +17,6 @@ def test_without_a_rule_the_price_decides():
 )
 def test_a_fixed_threshold(lacking, threshold, is_remote):
     how = DisaggregationSettings(local_prefill_tokens=threshold, max_itl_s=0.01)
-    assert how.has_rule
     assert how.rule(lacking, 100.0) == ("long_prompt" if is_remote else "short_prompt", is_remote)
 
 
@@ -31,6 +29,5 @@ def test_a_choice_is_for_every_prompt_whatever_the_threshold():
 
 def test_a_limit_on_the_gaps_of_running_answers():
     how = DisaggregationSettings(max_itl_s=0.03)
-    assert how.has_rule
     assert how.rule(4000, 0.031) == ("local_itl_too_long", True)
     assert how.rule(4000, 0.03) is None
