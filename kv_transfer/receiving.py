@@ -258,7 +258,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         if fault is Reason.STALE_INCARNATION:
             return WorkerUnavailable("the receiver is not the incarnation that was meant")
         if fault is not None:
-            return LayoutMismatch("the sender's pages do not fit the receiver's")
+            difference = self._layout.difference(hello.layout) or "it speaks another version of the protocol"
+            return LayoutMismatch(f"the sender's pages do not fit the receiver's: {difference}")
         if self._choose(hello) is None:
             return WorkerUnavailable("sender and receiver have no transport in common")
         return None

@@ -18,7 +18,6 @@ from kv_transfer.page_bytes import PageGenerations, PageMemory, PageReader, chan
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import error_from
 from kv_transfer.protocol.messages import Abort, Hello, HelloAck, TransferId
-from kv_transfer.protocol.receiver import layouts_fit
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.send_link import Call, Opened, SendLink, SendTransfer, link_error
 from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
@@ -356,9 +355,11 @@ class SendLinks:
         if ack.incarnation != hello.peer_incarnation:
             self.counters.count(Reason.STALE_INCARNATION)
             raise WorkerUnavailable("the receiver is not the incarnation that was meant")
-        if not layouts_fit(ack.layout, hello.layout) or ack.ring_slot_bytes < hello.layout.page_bytes:
+        difference = hello.layout.difference(ack.layout)
+        if difference or ack.ring_slot_bytes < hello.layout.page_bytes:
             self.counters.count(Reason.LAYOUT_MISMATCH)
-            raise LayoutMismatch("the receiver's pages do not fit ours")
+            difference = difference or "a page is larger than a slot of its ring"
+            raise LayoutMismatch(f"the receiver's pages do not fit ours: {difference}")
         if ack.transport not in hello.transports:
             raise MalformedMessage("the receiver chose a transport that was not offered")
 

@@ -62,6 +62,25 @@ class WireLayout:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
+    def difference(self, other: WireLayout) -> str:
+        """What keeps pages of one from becoming pages of the other; empty: nothing does.
+
+        All but page size and exactness must be equal. Two engines, or one in two builds, have different fingerprints.
+        """
+        names = ("dtype", "num_kv_heads", "num_layers", "head_dim")
+        found = [
+            f"{name} is {mine} here and {its} there"
+            for name in names
+            if (mine := getattr(self, name)) != (its := getattr(other, name))
+        ]
+        if min(self.page_size, other.page_size) < 1:
+            found.append("a page has at least one token")
+        if self.fingerprint != other.fingerprint:
+            is_computed_alike = self.arithmetic == other.arithmetic
+            computed = f"they are computed by {self.arithmetic} here and {other.arithmetic} there"
+            found.append("the weights are others" if is_computed_alike else computed)
+        return "; ".join(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:

@@ -539,19 +539,6 @@ def link_fault(hello: Hello, *, layout: WireLayout, incarnation: str, protocol_v
     """Return why this sender must not be paired with us, or None if it may."""
     if hello.peer_incarnation != incarnation:
         return Reason.STALE_INCARNATION
-    if hello.protocol_version != protocol_version or not layouts_fit(hello.layout, layout):
+    if hello.protocol_version != protocol_version or hello.layout.difference(layout):
         return Reason.LAYOUT_MISMATCH
     return None
-
-
-def layouts_fit(one: WireLayout, other: WireLayout) -> bool:
-    """Whether pages of one can become pages of the other: all but the page size and exactness must be equal."""
-    return (
-        one.fingerprint == other.fingerprint
-        and one.dtype == other.dtype
-        and one.num_kv_heads == other.num_kv_heads
-        and one.num_layers == other.num_layers
-        and one.head_dim == other.head_dim
-        and one.page_size >= 1
-        and other.page_size >= 1
-    )

@@ -200,9 +200,8 @@ def test_the_places_of_a_frame_are_those_that_are_written_to() -> None:
 
 def test_layouts_differ_in_arithmetic_without_fault() -> None:
     from kv_transfer.page_bytes import wire_layout
-    from kv_transfer.protocol.receiver import layouts_fit
 
     layout = make_pool(num_pages=1).layout
     one = wire_layout(layout, fingerprint="f", exact=True, arithmetic="avx2")
     assert one.arithmetic == "avx2"
-    assert layouts_fit(one, dataclasses.replace(one, arithmetic="avx512"))
+    assert not one.difference(dataclasses.replace(one, arithmetic="avx512"))

@@ -39,7 +39,7 @@ from kv_transfer.protocol.messages import (
     WireLayout,
     seal_digest,
 )
-from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, layouts_fit, link_fault
+from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
 from kv_transfer.protocol.timing import Timeouts
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -397,6 +397,21 @@ def test_no_memory_is_taken_for_an_absurd_reserve() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"num_layers": 2, "dtype": "bfloat16"},
+            "dtype is float32 here and bfloat16 there; num_layers is 1 here and 2 there",
+        ),
+        ({"fingerprint": "g"}, "the weights are others"),
+        ({"fingerprint": "g", "arithmetic": "vllm/1"}, "they are computed by  here and vllm/1 there"),
+    ],
+)
+def test_a_refusal_says_what_differs(changes: dict[str, object], words: str) -> None:
+    assert LAYOUT.difference(dataclasses.replace(LAYOUT, **changes)) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("changes", "fits"),
     [
         ({}, True),
@@ -414,8 +429,8 @@ def test_no_memory_is_taken_for_an_absurd_reserve() -> None:
 )
 def test_which_layouts_fit(changes: dict[str, object], fits: bool) -> None:
     other = dataclasses.replace(LAYOUT, **changes)  # type: ignore[arg-type]
-    assert layouts_fit(LAYOUT, other) is fits
-    assert layouts_fit(other, LAYOUT) is fits
+    assert bool(LAYOUT.difference(other)) is not fits
+    assert bool(other.difference(LAYOUT)) is not fits
     hello = Hello("p", "1", "2", other, ("tcp",), "h")
     expected = None if fits else Reason.LAYOUT_MISMATCH
     assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=PROTOCOL_VERSION) is expected

@@ -11,7 +11,7 @@ from worker.vllm.core import Computed, StepDone
 from worker.vllm.prefill import VllmPrefill
 
 BLOCKS = (5, 6, 9)
-"""Of a prompt of ten tokens."""
+"""The blocks of a prompt of ten tokens."""
 
 
 class Prompts:
