@@ -21,7 +21,7 @@ from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.sequence import Sampling
 from services.engine.weights.shard import Parallelism
 from services.runtime.clock import Clock
-from services.runtime.errors import ModelError, TandemError, WorkerLost
+from services.runtime.errors import ConfigError, ModelError, TandemError, WorkerLost
 from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_json_object
 from worker.config import WorkerConfig
@@ -40,6 +40,8 @@ CPU_BLOCK_TOKENS = 32
 """vLLM's kernels for CPUs take blocks of a multiple of this many tokens."""
 DEFAULT_KV_BYTES = 1 << 30
 """KV memory on a CPU where no setting says how much."""
+GPU_MEMORY_SHARE = 0.9
+"""The part of a GPU's memory that vLLM takes for weights and KV where the worker has the GPU to itself."""
 HASH_CHUNK_BYTES = 16 << 20
 
 _ENVIRONMENT = {
@@ -165,8 +167,17 @@ class VllmModel:
 
 
 def load_vllm(settings: VllmSettings) -> VllmModel:
-    """Loads a checkpoint folder. Raises ConfigError for settings that vLLM refuses, and ModelError for such models."""
+    """Loads a checkpoint folder; once in a process, where vLLM has one connector.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a setting is not for it.
+        ModelError: the folder cannot be served by vLLM, or not with prefill and decode apart.
+    """
     own_version()
+    if settings.tensor_parallel * settings.pipeline_parallel > 1:
+        raise ConfigError(
+            "--engine vllm computes in one process: --tensor-parallel and --pipeline-parallel are for --engine native"
+        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
@@ -182,6 +193,9 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
     except ValueError as error:
         raise ModelError(f"vLLM cannot serve {settings.model_dir}: {error}") from error
     try:
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ModelError(f"--engine vllm takes models with one kind of KV cache; this one has {len(groups)}")
         return VllmModel(settings, core)
     except BaseException:
         core.shutdown()
@@ -192,7 +206,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    from worker.vllm.sampling import RUNNER_V1
+    from worker.vllm.sampling import RUNNER_V1, RUNNER_V2
 
     is_cpu = current_platform.is_cpu()
     kv_bytes = settings.kv_memory_bytes
@@ -202,6 +216,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
         "block_size": _rounded_up(settings.block_tokens, CPU_BLOCK_TOKENS) if is_cpu else settings.block_tokens,
         "num_gpu_blocks_override": None if settings.num_blocks is None else settings.num_blocks + 1,
         "kv_cache_memory_bytes": kv_bytes or (DEFAULT_KV_BYTES if is_cpu else None),
+        "gpu_memory_utilization": GPU_MEMORY_SHARE * settings.gpu_memory_share,
         "max_model_len": -1,  # as long as the model and the KV memory allow
         "max_num_batched_tokens": max(settings.step_tokens, settings.max_batch),
         "max_num_seqs": settings.max_batch,
@@ -212,7 +227,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
         "enforce_eager": is_cpu,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
-        "logits_processors": [RUNNER_V1],
+        "logits_processors": [RUNNER_V1 if is_cpu else RUNNER_V2],
         "kv_transfer_config": KVTransferConfig(
             kv_connector="TandemConnector",
             kv_connector_module_path="worker.vllm.connector",

@@ -14,6 +14,9 @@ from services.runtime.errors import InvariantViolated
 from worker.vllm.core import Core, StepDone
 from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
 
+# vLLM's own warnings, and those of what it imports, are not ours.
+pytestmark = pytest.mark.filterwarnings("default")
+
 NUM_BLOCKS, BLOCK = 40, 32
 STEP_TOKENS = 256
 VOCAB = 512
