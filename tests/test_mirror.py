@@ -82,8 +82,6 @@ PROGRAMS = {
     "services/engine/parallel/rank.py": "services/engine/parallel/test_processes.py starts it",
     "worker/loading.py": "both workers' programs use it: tests/integration",
     "worker/vllm/connector.py": "vLLM imports it: worker/vllm/test_installed.py",
-    "worker/vllm/loading.py": "it needs vLLM: worker/vllm/test_installed.py",
-    "worker/vllm/running.py": "it needs vLLM: worker/vllm/test_installed.py",
 }
 """Modules that run in another process than the tests', or with a package that they lack."""
 WHOLE = {
