@@ -17,56 +17,44 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
-from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
+from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from cli.commands import CommandParser
+from cli.findings import Finding, Level, size_text
+from cli.preflight import MAX_CLOCK_OFFSET_S, PreflightSettings, available_bytes, preflight
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
+from services.runtime import last_words
 from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
 from services.runtime.kinds import flag, folder, number, redis_url
+from services.runtime.model_size import weight_bytes
 from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GpuState, judge_gpu
 
 MIN_OPEN_FILES = 4096
 MAX_PING_S = 0.005
-MAX_CLOCK_OFFSET_S = 1.0
+EXIT_FAILED = 1
 MAX_CONNECTING = 64
 SLOW_BYTES_PER_S = 1e9
 COPY_BYTES = 64 << 20
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-class Level(StrEnum):
-    """Severity of a finding. Only `bad` ones make the exit code 1."""
-
-    OK = "ok"
-    NOTE = "note"
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An observation of a subject, and what to do about it; `advice` is empty where nothing needs doing."""
-
-    level: Level
-    subject: str
-    what: str
-    advice: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings(GatewaySettings):
+class DoctorSettings(PreflightSettings):
     """Checks this machine and a deployment, and says what to do. Exit code 1 if something is wrong."""
 
     redis: str | None = option(redis_url(), default=None, help="The cluster's Redis; not looked at if not given.")
     model: Path | None = option(folder(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
+    preflight: bool = option(
+        flag(), default=False, help="Looks whether a worker could start here, and run well, instead of at a deployment."
+    )
     json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
 
@@ -77,23 +65,33 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(settings: DoctorSettings, stdout: TextIO) -> int:
-    """Prints each finding as soon as it is made; returns the exit code."""
-    is_bad, shown = False, []
+    """Prints each finding as soon as it is made; returns the exit code. With --serve it answers others instead."""
+    if settings.serve is not None:
+        from cli.link_check import serve  # with torch, which a gateway does not have
+
+        serve(settings)
+        return 0
+    shown = []
     for finding in findings(settings):
-        is_bad |= finding.level is Level.BAD
         shown.append(finding)
         if not settings.json:
             stdout.write(_line(finding))
             stdout.flush()
+    reasons = [f"{finding.subject}: {finding.what}" for finding in shown if finding.level is Level.BAD]
     if settings.json:
         stdout.write(json.dumps([asdict(finding) for finding in shown], indent=2) + "\n")
-    elif not is_bad:
+    elif not reasons:
         stdout.write("nothing is wrong\n")
-    return 1 if is_bad else 0
+    if reasons and settings.preflight:
+        last_words.leave(f"preflight refuses: {'; '.join(reasons)}", EXIT_FAILED)
+    return EXIT_FAILED if reasons else 0
 
 
 def findings(settings: DoctorSettings) -> Iterator[Finding]:
     """All checks that the settings ask for, in order."""
+    if settings.preflight:
+        before = [] if settings.model is None else model_folder(settings.model)
+        return itertools.chain(software(), before, preflight(settings, model=settings.model, redis=settings.redis))
     checks: list[Callable[[], Iterable[Finding]]] = [software, machine, gpus, copying]
     if settings.model is not None:
         checks.append(lambda: model_folder(settings.model))
@@ -158,7 +156,7 @@ def gpus() -> Iterator[Finding]:
         judgement = judge_gpu(facts)
         shown = ", ".join(judgement.reasons) or "healthy"
         if facts.free_bytes is not None and facts.total_bytes is not None:
-            shown += f", {_size(facts.free_bytes)} of {_size(facts.total_bytes)} free"
+            shown += f", {size_text(facts.free_bytes)} of {size_text(facts.total_bytes)} free"
         level = {GpuState.OK: Level.OK, GpuState.OUT: Level.BAD}.get(judgement.state, Level.NOTE)
         advice = (
             "" if level is Level.OK else "gateways give its worker less work, or none: see docs/operations.md, GPUs"
@@ -210,22 +208,15 @@ def model_folder(folder: Path | None) -> Iterator[Finding]:
     except ModelError as error:
         yield Finding(Level.BAD, "model", error.message, "workers refuse this folder")
         return
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    available = _available_bytes()
-    shown = f"{config.num_layers} layers, context of {config.context_length_tokens} tokens, weights {_size(size)}"
+    size = weight_bytes(folder)
+    available = available_bytes()
+    shown = f"{config.num_layers} layers, context of {config.context_length_tokens} tokens, weights {size_text(size)}"
     if size > available:
         yield Finding(
-            Level.NOTE, "model", f"{shown}; {_size(available)} of memory are free here", "a GPU must hold the rest"
+            Level.NOTE, "model", f"{shown}; {size_text(available)} of memory are free here", "a GPU must hold the rest"
         )
     else:
         yield Finding(Level.OK, "model", shown)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 # --- the deployment ---
@@ -266,11 +257,11 @@ def judge_redis(facts: RedisFacts) -> Iterator[Finding]:
         yield Finding(
             Level.BAD,
             "redis",
-            f"{_size(facts.used_bytes)} of {_size(facts.max_bytes)} are in use",
+            f"{size_text(facts.used_bytes)} of {size_text(facts.max_bytes)} are in use",
             "raise its maxmemory: what does not fit is refused or thrown away",
         )
-    limit = _size(facts.max_bytes) if facts.max_bytes else "no limit"
-    yield Finding(Level.OK, "redis", f"{_size(facts.used_bytes)} in use of {limit}, policy {facts.eviction}")
+    limit = size_text(facts.max_bytes) if facts.max_bytes else "no limit"
+    yield Finding(Level.OK, "redis", f"{size_text(facts.used_bytes)} in use of {limit}, policy {facts.eviction}")
     if may_evict(facts.max_bytes, facts.eviction):
         yield Finding(
             Level.BAD if facts.num_evicted_keys else Level.NOTE,
@@ -411,11 +402,3 @@ def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Findi
         reasons = ", ".join(map(str, gpu.get("reasons", ())))
         level = Level.BAD if gpu["state"] == GpuState.OUT.value else Level.NOTE
         yield Finding(level, "workers", f"the GPU of {name} is {gpu['state']}: {reasons}", "look after it")
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

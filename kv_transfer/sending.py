@@ -224,7 +224,7 @@ class SendLinks:
         if not self._is_current(key, link):
             return  # The next one has a measurement of its own.
         try:
-            measured = await self._measure(key)
+            measured = await self.measure(key)
             if not measured.bytes_per_s:
                 return
             self._measured[key[0]] = self._clock.monotonic(), measured
@@ -278,12 +278,17 @@ class SendLinks:
         return tuple(sorted(self._transports, key=self._unopened.get(address, set()).__contains__))
 
     async def _measure_again(self, key: tuple[str, str], transport: str) -> probing.Measured:
-        """Measure the channel that is in use with as little traffic as will do. Raises what `_measure` does."""
-        return await self._measure(key, (transport,), most_bytes=probing.RETRY_BYTES)
+        """Measure the channel that is in use with as little traffic as will do. Raises what `measure` does."""
+        return await self.measure(key, (transport,), most_bytes=probing.RETRY_BYTES)
 
-    async def _measure(
+    async def measure(
         self, key: tuple[str, str], transports: tuple[str, ...] = (), *, most_bytes: int | None = None
     ) -> probing.Measured:
+        """Measure the channels to a receiver, by its address and incarnation, with rounds of `most_bytes` at most.
+
+        No `transports` are all of them. Raises grpc's error where the receiver cannot be reached, NotProven, and its
+        refusal.
+        """
         address, peer_incarnation = key
         rpc_channel = make_channel(address)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli import doctor
-from cli.doctor import Finding, Level
+from cli.findings import Finding, Level
 from cli.main import main
 from services.cluster.probe import RedisFacts
 from services.runtime.version import version

@@ -52,7 +52,7 @@ async def test_members_make_links_and_measure_their_channels(make_pair: PairMake
     async with guarded(pair, OURS) as address:
         become(OURS, "prefill")
         await reserve(pair, address)
-        measured = await pair.links._measure((address, pair.incarnation))
+        measured = await pair.links.measure((address, pair.incarnation))
         assert list(measured.bytes_per_s) == ["shm"]
 
 
@@ -64,7 +64,7 @@ async def test_a_stranger_gets_neither_link_nor_probe(make_pair: PairMaker, secr
         with pytest.raises(NotProven, match="--cluster-secret-file"):
             await reserve(pair, address)
         with pytest.raises(Exception, match=r"not proven that it is one|not one of this worker's"):
-            await pair.links._measure((address, pair.incarnation))
+            await pair.links.measure((address, pair.incarnation))
         assert not pair.receiver._links
         assert not pair.receiver._listeners
 

@@ -10,15 +10,13 @@ import torch
 
 from services.engine.cache.pages import PageLayout
 from services.runtime.errors import ConfigError
+from services.runtime.memory_limit import memory_limit
 
 _DEFAULT_KV_MEMORY_BYTES = 1 << 30
 _DEFAULT_KV_MEMORY_SHARE = 0.25
 _DEFAULT_KV_GPU_SHARE = 0.5
 _DEFAULT_HOST_TIER_BYTES = 8 << 30
 _DEFAULT_HOST_TIER_SHARE = 0.25
-
-# Where a container's own limit is found, with control groups of version 2 and 1.
-_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def num_pool_pages(
@@ -98,12 +96,8 @@ def _available_memory_bytes(device: torch.device) -> int:
     """Returns what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
     if device.type == "cuda":
         return _gpu_memory_bytes(device)[0]
-    limits = [_host_available_bytes()]
-    for path in _CONTAINER_LIMITS:
-        text = path.read_text().strip() if path.is_file() else "max"
-        if text != "max":
-            limits.append(int(text))
-    return min(limits)
+    available_bytes, limit = _host_available_bytes(), memory_limit()
+    return available_bytes if limit is None else min(available_bytes, limit.free_bytes)
 
 
 def _host_available_bytes() -> int:
