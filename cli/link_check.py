@@ -96,7 +96,9 @@ async def _serve(settings: PreflightSettings) -> None:
     with process.stop_signals() as stop:
         port = await server.start(settings.host, settings.serve or 0)
         await server.set_serving(True)
-        sys.stdout.write(f"ready {join_host_port(settings.advertise_host or settings.host, port)}\n")
+        sys.stdout.write(
+            f"ready {join_host_port(settings.advertise_host or settings.host, settings.advertise_port or port)}\n"
+        )
         sys.stdout.flush()
         await stop.wait()
         await server.stop(STOP_GRACE_S)

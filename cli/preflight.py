@@ -77,6 +77,9 @@ class PreflightSettings(GatewaySettings):
     advertise_host: str | None = option(
         host_name(), default=None, help="Host that --peer connects to, where it is not --host; of --serve."
     )
+    advertise_port: int | None = option(
+        integer(1, 65535), default=None, help="Port that --peer connects to, where something in between maps it."
+    )
     transfer_port: int = option(integer(0, 65535), default=0, help="Port of the pages of --serve; 0 picks a free one.")
     advertise_transfer_port: int | None = option(
         integer(1, 65535), default=None, help="Port that they come to, where something in between maps it; of --serve."
@@ -95,7 +98,7 @@ def preflight(settings: PreflightSettings, *, model: Path | None, redis: str | N
     if is_gpu:
         checks.insert(1, nccl)
     if model is not None:
-        checks.append(lambda: memory(settings, model, facts if is_gpu else []))
+        checks.append(lambda: memory(settings, model, gpus=facts if is_gpu else []))
     if redis is not None:
         checks.append(lambda: clock(redis))
     if settings.peer is not None:
@@ -190,7 +193,7 @@ def free_ports(host: str, ports: Iterable[int]) -> Iterator[Finding]:
             yield Finding(Level.OK, "ports", f"{join_host_port(host, port)} is free")
 
 
-def memory(settings: PreflightSettings, model: Path, gpus: list[GpuFacts]) -> Iterator[Finding]:
+def memory(settings: PreflightSettings, model: Path, *, gpus: list[GpuFacts]) -> Iterator[Finding]:
     """Whether the weights, the KV pool and the process fit into what may be allocated, on the GPU or here."""
     try:
         config = load_config(model)

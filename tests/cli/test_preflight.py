@@ -83,7 +83,7 @@ def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
 def test_memory_under_the_limit_of_a_container(monkeypatch: Any, flags: Any, limit_mib: int, level: Level) -> None:
     monkeypatch.setattr(preflight, "memory_limit", lambda: MemoryLimit(limit_mib * MIB, 0))
     monkeypatch.setattr(preflight, "available_bytes", lambda: 1 << 50)
-    found = list(preflight.memory(PreflightSettings(**flags), DEMO_MODEL, []))
+    found = list(preflight.memory(PreflightSettings(**flags), DEMO_MODEL, gpus=[]))
     assert [finding.level for finding in found] == [level, Level.OK]
     assert "may take up to 120 s" in found[1].what
 
@@ -93,7 +93,7 @@ def test_memory_of_a_gpu(monkeypatch: Any, free: int, level: Level) -> None:
     monkeypatch.setattr(preflight, "available_bytes", lambda: 1 << 50)
     monkeypatch.setattr(preflight, "memory_limit", lambda: None)
     gpus = [GpuFacts(free_bytes=free)]
-    found = list(preflight.memory(PreflightSettings(kv_memory=64 * MIB), DEMO_MODEL, gpus))
+    found = list(preflight.memory(PreflightSettings(kv_memory=64 * MIB), DEMO_MODEL, gpus=gpus))
     assert [finding.level for finding in found] == [level, Level.OK, Level.OK]
 
 

@@ -45,8 +45,10 @@ if [ "$unit" = redis-server ]; then
   setsid redis-server "$HERE/etc/redis/redis.conf" > "$HERE/redis.log" 2>&1 &
   exit
 fi
+file="$unit"
+if [[ "$unit" = *@* ]]; then file="${unit%@*}@"; export TANDEM_ID="${unit#*@}"; fi
 field() {
-  sed -n "s/^$1=//p" "$HERE/etc/systemd/system/$unit.service" |
+  sed -n "s/^$1=//p" "$HERE/etc/systemd/system/$file.service" | grep -v ^- |
     sed "s#/opt/tandem/.venv/bin/python#$PYTHON#; s#/opt/tandem#$REPOSITORY#; s#/etc/tandem#$HERE/etc/tandem#"
 }
 set -a; . "$(field EnvironmentFile)"; set +a

@@ -13,7 +13,7 @@ from tests.faults.harness import REPOSITORY
 from tests.machines.guide import GUIDE, blocks, machines_of
 
 TIMEOUT_S = 240
-UNITS = REPOSITORY / "docs" / "systemd"
+UNITS = REPOSITORY / "deploy" / "systemd"
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
@@ -34,4 +34,5 @@ def test_the_page_comes_to_every_machine_and_to_every_unit() -> None:
     page = blocks(GUIDE.read_text())
     assert machines_of(page) == ["admin", "redis", "prefill-0", "decode-0", "gateway-0"]
     enabled = {word for block in page for word in re.findall(r"enable --now (\S+)", block.commands)}
-    assert {f"{name}.service" for name in enabled} == {unit.name for unit in UNITS.iterdir()}
+    units = {re.sub("@.*", "@", name) + ".service" for name in enabled}
+    assert units == {unit.name for unit in UNITS.glob("*.service")} - {"tandem-up.service"}, "that is one machine's"
