@@ -10,7 +10,7 @@ NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 TEST_WORKERS ?= 2
 BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
 # What needs vLLM, or is about it.
-VLLM_TESTS ?= tests/worker/vllm
+VLLM_TESTS ?= tests/worker/vllm tests/vllm
 # What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
 BENCH_DIR ?= build/benchmarks
 HISTORY ?=
@@ -87,7 +87,7 @@ test-gpu: install-dev ## the tests that need a CUDA device
 
 test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags of pytest)
 	@.venv-vllm/bin/python -c "import vllm"
-	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
+	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
 
 check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests, tests with vLLM
 	@.ci/run

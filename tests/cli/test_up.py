@@ -333,3 +333,13 @@ def test_a_bad_model_folder_is_exit_code_2_and_one_sentence(
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
+
+
+def test_vllm_that_is_not_there_is_exit_code_2_and_the_command_that_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("cli.up.SOURCE_ROOT", tmp_path)
+    assert main(["up", "--engine=vllm"]) == 2
+    assert (
+        capsys.readouterr().err == "error: --engine vllm needs vLLM, which is not installed: run `make install-vllm`\n"
+    )

@@ -1,0 +1,36 @@
+"""vLLM by itself, as a program: greedy answers of a checkpoint to prompts, in the same number type.
+
+Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n}` on standard input and writes the answers' token ids.
+"""
+
+import json
+import os
+import sys
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_STREAM="ext://sys.stderr",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+from vllm import LLM, SamplingParams  # it reads the variables when it is imported
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    llm = LLM(
+        asked["model"],
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in asked["prompts"]],
+        SamplingParams(temperature=0, max_tokens=asked["num_tokens"], ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    json.dump([list(output.outputs[0].token_ids) for output in outputs], sys.stdout)
