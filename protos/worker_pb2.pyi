@@ -53,6 +53,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """No token may come next under the request's own grammar, whichever worker computes it."""
     ERROR_CODE_TRANSFER_STALLED: _ErrorCode.ValueType  # 9
     """The handoff broke since pages got stuck on their way, while messages passed."""
+    ERROR_CODE_NOT_OFFERED: _ErrorCode.ValueType  # 10
+    """The engine of the model's workers does not have what the request asks for."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Classes of failure; services/runtime/errors.py has the same list."""
@@ -77,6 +79,8 @@ ERROR_CODE_GRAMMAR_EXHAUSTED: ErrorCode.ValueType  # 8
 """No token may come next under the request's own grammar, whichever worker computes it."""
 ERROR_CODE_TRANSFER_STALLED: ErrorCode.ValueType  # 9
 """The handoff broke since pages got stuck on their way, while messages passed."""
+ERROR_CODE_NOT_OFFERED: ErrorCode.ValueType  # 10
+"""The engine of the model's workers does not have what the request asks for."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -46,7 +46,7 @@ class EngineFacts:
     loss: Callable[[], TandemError | None] = lambda: None
     """Returns what has made the engine useless while nobody used it, from any thread."""
     check: Callable[[Sampling], None] = lambda sampling: None
-    """Raises InvalidRequest for what the engine cannot give."""
+    """Raises NotOffered for what the engine cannot give."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class LoadedModel(Protocol):
         ...
 
     def check(self, sampling: Sampling) -> None:
-        """Raises InvalidRequest for what its engine cannot give."""
+        """Raises NotOffered for what its engine cannot give."""
         ...
 
     def close(self) -> None:

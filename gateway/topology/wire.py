@@ -22,7 +22,7 @@ from gateway.topology.events import (
 from gateway.types import PromptLogprobs, TokenLogprobs
 from protos import inference_pb2, worker_pb2
 from services.runtime import status, telemetry
-from services.runtime.errors import GrammarExhausted, InvalidRequest, TandemError, WorkerUnavailable
+from services.runtime.errors import GrammarExhausted, InvalidRequest, NotOffered, TandemError, WorkerUnavailable
 from services.runtime.sampling_wire import write_sampling
 from services.structured.form import write_form
 
@@ -66,7 +66,7 @@ def _read_refused(event: worker_pb2.Refused) -> Declined:
 
 def _blamed(error: TandemError) -> TandemError:
     """Returns Unfit where a worker calls a request invalid that the gateway has checked."""
-    if isinstance(error, InvalidRequest) and not isinstance(error, GrammarExhausted):
+    if isinstance(error, InvalidRequest) and not isinstance(error, GrammarExhausted | NotOffered):
         return Unfit(f"a worker refused a request that the gateway had checked: {error.message}")
     return error
 

@@ -33,6 +33,10 @@ class GrammarExhausted(InvalidRequest):
     """No token may come next under the request's own grammar, whichever worker computes the answer."""
 
 
+class NotOffered(InvalidRequest):
+    """The engine that computes the model does not have what the request asks for."""
+
+
 class NotFound(InvalidRequest):
     """The request names something that does not exist: a model, a worker, a path."""
 

@@ -61,6 +61,13 @@ TABLE: dict[type[BaseException], StatusRow] = {
         "grammar_too_complex",
         worker_pb2.ERROR_CODE_GRAMMAR_EXHAUSTED,
     ),
+    errors.NotOffered: StatusRow(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        400,
+        "invalid_request_error",
+        "not_offered",
+        worker_pb2.ERROR_CODE_NOT_OFFERED,
+    ),
     errors.NotFound: StatusRow(
         grpc.StatusCode.NOT_FOUND,
         404,
@@ -184,6 +191,7 @@ TABLE: dict[type[BaseException], StatusRow] = {
 _FROM_WIRE: dict[int, type[errors.TandemError]] = {
     worker_pb2.ERROR_CODE_INVALID_REQUEST: errors.InvalidRequest,
     worker_pb2.ERROR_CODE_GRAMMAR_EXHAUSTED: errors.GrammarExhausted,
+    worker_pb2.ERROR_CODE_NOT_OFFERED: errors.NotOffered,
     worker_pb2.ERROR_CODE_OVERLOADED: errors.Overloaded,
     worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE: errors.WorkerUnavailable,
     worker_pb2.ERROR_CODE_TRANSFER_FAILED: errors.TransferFailed,

@@ -120,4 +120,4 @@ def test_what_vllm_cannot_give_here_is_refused_with_a_sentence(cluster: Cluster)
         ask(cluster, prompts()[0], prompt_logprobs=1)
     assert refused.value.code == 400
     error = json.loads(refused.value.read())["error"]
-    assert (error["param"], "vLLM" in error["message"]) == ("prompt_logprobs", True)
+    assert (error["code"], "vLLM" in error["message"]) == ("not_offered", True)

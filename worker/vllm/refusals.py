@@ -1,7 +1,7 @@
 """What vLLM's workers refuse at their start and of requests, each in a sentence. Knows nothing of vLLM itself."""
 
 from services.engine.steps.sequence import Sampling
-from services.runtime.errors import ConfigError, InvalidRequest
+from services.runtime.errors import ConfigError, NotOffered
 from worker.config import WorkerConfig
 
 _SETTINGS = {
@@ -26,9 +26,9 @@ def refuse_settings(settings: WorkerConfig) -> None:
 
 
 def refuse_request(sampling: Sampling) -> None:
-    """Raises InvalidRequest for what vLLM's workers cannot give."""
+    """Raises NotOffered for what vLLM's workers cannot give."""
     if sampling.prompt_logprobs is not None:
-        raise InvalidRequest(
+        raise NotOffered(
             "this model is computed with vLLM, which does not report a prompt's log-probabilities here",
             field="prompt_logprobs",
         )

@@ -8,7 +8,7 @@ from gateway.topology.wire import EVENT_READERS, sequence_spec
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
 from services.runtime.clock import Deadline
-from services.runtime.errors import GrammarExhausted, InvalidRequest, WorkerUnavailable
+from services.runtime.errors import GrammarExhausted, InvalidRequest, NotOffered, WorkerUnavailable
 
 LIMITS = ModelLimits(vocab_size=10_000, context_length_tokens=10_000)
 
@@ -57,7 +57,9 @@ def test_log_probabilities_that_do_not_fit_each_other_are_refused():
         read(worker_pb2.WorkerEvent(tokens=worker_pb2.Tokens(token_ids=[1], prompt_logprobs=columns)))
 
 
-@pytest.mark.parametrize(("error", "kind"), [(InvalidRequest, Unfit), (GrammarExhausted, GrammarExhausted)])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(InvalidRequest, Unfit), (GrammarExhausted, GrammarExhausted), (NotOffered, NotOffered)]
+)
 def test_a_checked_request_that_a_worker_calls_wrong_is_the_workers_fault(error, kind):
     code, _ = status.to_wire(error("no"))
     failed = worker_pb2.Failed(code=code, message="no")

@@ -8,7 +8,7 @@ from decode_worker.config import DecodeWorkerConfig
 from prefill_worker.config import PrefillWorkerConfig
 from services.engine.steps.sequence import Sampling
 from services.runtime import config
-from services.runtime.errors import ConfigError, InvalidRequest
+from services.runtime.errors import ConfigError, NotOffered
 from worker.vllm.refusals import refuse_request, refuse_settings
 
 REQUIRED = ("--id=w", "--model=/models/some", "--engine=vllm")
@@ -40,6 +40,6 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 def test_requests() -> None:
     refuse_request(Sampling(max_tokens=3, logprobs=5, presence_penalty=1.0))
-    with pytest.raises(InvalidRequest, match="log-probabilities") as refused:
+    with pytest.raises(NotOffered, match="log-probabilities") as refused:
         refuse_request(Sampling(max_tokens=3, prompt_logprobs=0))
     assert refused.value.field == "prompt_logprobs"
