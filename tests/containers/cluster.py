@@ -132,6 +132,7 @@ class ContainerCluster(FaultCluster):
             "PROMETHEUS_IMAGE": image_name("prometheus"),
             "OTLP": "",
             "KV_MEMORY": "64MiB",
+            "GREEN_DTYPE": "float32",
             "HTTP_PORT": "",
             "GRPC_PORT": "",
             "PROMETHEUS_PORT": self.prometheus.partition(":")[2],
@@ -201,6 +202,10 @@ class ContainerCluster(FaultCluster):
         self._gone[name] = self._seen.get(name, "")
         # podman-compose makes all containers of a scaled service anew; one is made by the old one's command.
         command = self.podman.inspect(self.container(name))["Config"]["CreateCommand"]
+        program = self.programs[name]
+        # Behind the address that it had, as a Service has one for its pods.
+        had = {"127.0.0.1::8000": f"{program.http}:8000", "127.0.0.1::50051": f"{program.grpc}:50051"}
+        command = [had.get(word, word) for word in command]
         await asyncio.to_thread(self.podman.run, "rm", self.container(name))
         await asyncio.to_thread(self.podman.run, *command[1:])
         await asyncio.to_thread(self.start, name)
