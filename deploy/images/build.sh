@@ -98,7 +98,7 @@ build() { # IMAGE BUILD BASE
     local arguments=(--file "deploy/images/$1/Containerfile" --tag "localhost/tandem-$1:$TAG" --network host)
     arguments+=(--build-arg "BUILD=$2" --build-arg "BASE=$3" --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION")
     arguments+=(--secret "id=pip,src=$secrets/pip.conf" --secret "id=ca,src=$secrets/ca.crt")
-    if [ "$1" = worker ] && [ -n "${TORCH_INDEX+given}" ]; then arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX"); fi
+    if [[ $1 = worker* ]] && [ -n "${TORCH_INDEX+given}" ]; then arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX"); fi
     if [ "$tool" = docker ]; then
         docker build "${arguments[@]}" .
         return
