@@ -27,7 +27,7 @@ from tests.deploy.manifests import (
     render_with,
     workloads,
 )
-from tests.deploy.rules import violations
+from tests.deploy.rules import VERSION, violations
 from tests.deploy.schemas import NEWEST, OLDEST, custom_mistakes, distinct, is_custom, mistakes
 
 Rendered: TypeAlias = Mapping[tuple[str, str], Sequence[Object]]
@@ -63,6 +63,19 @@ def test_the_page_names_everything() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     names = re.findall(r"^\| `([a-z/-]+)` \|", page, re.MULTILINE)
     assert sorted(names) == sorted([*overlays(), *components()])
+
+
+def test_the_overlay_on_the_page_renders(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(DEPLOY, tmp_path / "tandem" / "deploy")
+    own = tmp_path / "clusters" / "mine"
+    own.mkdir(parents=True)
+    (own / "kustomization.yaml").write_text(example)
+    objects = render(own)
+    images = {one.main["image"] for one in workloads(objects) if one.component != "redis"}
+    assert images == {f"registry.example.com/{name}:{VERSION}" for name in ("tandem-gateway", "tandem-worker-cuda")}
+    assert violations(objects) == []
 
 
 def test_the_metrics_of_plain_autoscalers_exist(rendered: Rendered) -> None:
