@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import SampledToken
 from services.runtime.errors import InvariantViolated
-from worker.vllm.core import Core, StepDone
+from worker.vllm.core import Computed, Core, StepDone
 from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
 
 # vLLM's own warnings, and those of what it imports, are not ours.
@@ -58,6 +58,14 @@ def core(model: VllmModel) -> Iterator[Core]:
     yield core
     drain(core)
     core.check_books()
+
+
+@pytest.fixture
+def lost(model: VllmModel) -> Callable[[], set[int]]:
+    """Blocks that transfers were told to have lost, since the test began."""
+    blocks = range(NUM_BLOCKS + 1)
+    before = model.allocator.generations(blocks)
+    return lambda: {block for block in blocks if model.allocator.generations(blocks)[block] != before[block]}
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -156,8 +164,7 @@ def test_a_resumed_answer_continues(core: Core, num_emitted: int) -> None:
 def test_a_second_prompt_finds_the_blocks_of_the_first_and_holds_them(core: Core) -> None:
     prompt = prompt_of(100, seed=7)
     assert core.add_held("one", asking(prompt), salt=SALTS[1], service_class=2) == ()
-    (done, *_) = drain(core)
-    blocks = done.computed[0].block_ids
+    blocks = [one.block_ids for step in drain(core) for one in step.computed][-1]
     core.let_go("one")
     drain(core)
     assert core.counts().used == 0
@@ -256,6 +263,39 @@ def test_preempted_answers_are_computed_again_and_stay_the_same(core: Core) -> N
     steps = drain(core, *sequences)
     assert any(step.preempted for step in steps), "the pool is too large for this test"
     assert [sequence.token_ids[300:] for _, sequence in sequences] == expected
+
+
+def test_a_sender_hears_that_it_has_lost_its_blocks(core: Core, lost: Callable[[], set[int]]) -> None:
+    """A prompt that is computed while more urgent answers grow into its room loses its blocks, and gets others."""
+    prompt = prompt_of(8 * BLOCK, seed=22)
+    (expected,) = alone(core, prompt, max_tokens=1)
+    answers = [(f"s{number}", asking(prompt_of(318, seed=19 + number), max_tokens=60)) for number in range(3)]
+    for name, answer in answers:
+        core.add(name, answer, salt=SALTS[0], service_class=1)
+    chunks: list[Computed] = []
+    has_held = False
+    had: set[int] = set()
+    while True:
+        step = core.step()
+        for one in step.computed:
+            chunks.append(one)
+            if one.request_id == "p" and not lost():
+                had |= set(one.block_ids)
+            for name, answer in answers:
+                if one.request_id == name and isinstance(one.outcome, SampledToken):
+                    answer.append_token(one.outcome.token_id)
+        if step.preempted:
+            assert step.preempted == ("p",)
+        if not has_held and all(answer.num_generated_tokens for _, answer in answers):
+            assert core.counts().free == 8
+            core.add_held("p", asking(prompt), salt=SALTS[1], service_class=4)
+            has_held = True
+        elif not step.has_more:
+            break
+    assert had
+    assert lost() == had
+    assert [one.outcome for one in chunks if one.request_id == "p"][-1] == SampledToken(expected)
+    core.let_go("p")
 
 
 def test_what_is_left_over_is_found(model: VllmModel) -> None:
