@@ -201,6 +201,8 @@ class DecodeLoop(DecodeEngine):
         num_accepted = sum(advance.guesses.num_accepted for advance in advances if advance.guesses is not None)
         for feature in self._features:
             feature.end_step(StepTaken(step, time_s, num_accepted, reports_prompts))
+        if reports_prompts:
+            self._scheduler.chunks.note_reported_step(time_s, now_s=self._clock.monotonic())
 
     # --- a step's work ---
 

@@ -150,7 +150,7 @@ class BatchScheduler:
         self._is_exact = is_exact
         self._min_prefill_tokens = min(min_prefill_tokens, step_tokens)
         self._watermark = watermark_pages(num_pages)
-        self._chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)
+        self.chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)  # of the prompts
         self._entries: dict[Hashable, _Entry] = {}
         self._line: list[tuple[tuple[int, int, int], Hashable]] = []
         """By rank."""
@@ -325,7 +325,7 @@ class BatchScheduler:
             return
         entry.where = _Where.PROMPTS
         self._prompts[entry.key] = entry
-        self._chunks.add(
+        self.chunks.add(
             entry.key,
             start=progress.num_computed_tokens,
             num_tokens=progress.num_chunked_tokens,
@@ -450,7 +450,7 @@ class BatchScheduler:
 
     def _leave_batch(self, entry: _Entry) -> None:
         if self._prompts.pop(entry.key, None) is not None:
-            self._chunks.remove(entry.key)
+            self.chunks.remove(entry.key)
         self._decoding.pop(entry.key, None)
 
     def _back_to_line(self, entry: _Entry) -> None:
@@ -467,7 +467,7 @@ class BatchScheduler:
         if num_decoding and prefill is not None:
             context_tokens = sum(entry.progress.num_computed_tokens for entry in self._decoding.values())
             busy_s = 0.0 if decode is None else decode.step_s(num_decoding, context_tokens)
-        chunks = self._chunks.next_step(
+        chunks = self.chunks.next_step(
             speed=prefill,
             now_s=now_s,
             max_tokens=max(self._step_tokens - num_decoding, self._min_prefill_tokens),

@@ -51,6 +51,11 @@ class PrefillAttempt(EngineAttempt):
         """Whether a token is sampled here that must keep to a form: one that has emitted tokens samples nothing."""
         return self.spec.form is not None and not self.spec.emitted_token_ids
 
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the prompt's tokens are reported, so that it is computed in the background."""
+        return self.spec.sampling.prompt_logprobs is not None and not self.spec.emitted_token_ids
+
     def note_chunk(self, report: PrefillReport, chunk: ComputedChunk) -> None:
         """Notes what a step computed of the prompt."""
         self.chunks.put_nowait((report, chunk))

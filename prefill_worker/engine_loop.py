@@ -19,7 +19,8 @@ from services.engine.steps.step import (
     with_whole_prompt,
 )
 from services.runtime.clock import Clock
-from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler, StepTargets
+from services.scheduling.background import Chunk
+from services.scheduling.chunks import DEFAULT_CLASS, ChunkScheduler, StepTargets
 from services.scheduling.prediction import DEFAULT_PREFILL
 from worker.engine import CachedPrefix, ComputedChunk, PrefillEngine, PrefillReport
 from worker.engine_pages import EnginePages, KeptPages
@@ -115,6 +116,8 @@ class PrefillLoop(PrefillEngine):
         if is_usual:
             work = [(chunk.start, chunk.num_tokens, True) for chunk in chunks]
             self.speedometer.observe_step(work, end_s - start_s, end_s)
+        else:
+            self._scheduler.note_reported_step(end_s - start_s, now_s=end_s)
         return len(self._scheduler) > 0
 
     def _apply(self, chunk: Chunk, outcome: StepOutcome) -> ComputedChunk:

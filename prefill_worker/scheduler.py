@@ -3,6 +3,7 @@
 `PromptQueue` belongs to the event loop: it decides when a prompt takes pages here and asks for pages there. What the
 engine thread's steps are made of is services.scheduling.chunks, and the rule is the same: the better service class
 first (the lower number), and within a class the prompt with the least left to compute, bounded by the age of others.
+Prompts whose tokens are reported stand in a line of their own, since they are computed in the background.
 """
 
 from collections.abc import Hashable, Iterable
@@ -14,10 +15,11 @@ from services.scheduling.chunks import DEFAULT_CLASS, Line
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """What a prompt costs: tokens to compute, and pages that hold them."""
+    """What a prompt costs: tokens to compute, and pages that hold them. `is_reported`: its tokens are reported."""
 
     num_tokens: int
     num_pages: int
+    is_reported: bool = False
 
 
 @dataclass(slots=True)
@@ -30,6 +32,55 @@ class _Inside:
     age: int
 
 
+class _Lane:
+    """The prompts of one kind, with a turn and without; those of another kind neither pass nor delay them."""
+
+    def __init__(self, *, ahead_tokens: int, patience_tokens: int) -> None:
+        self._ahead_tokens = ahead_tokens
+        self._patience_tokens = patience_tokens
+        self.line = Line()
+        """Those without a turn that may have one."""
+        self.uncomputed: dict[Hashable, _Inside] = {}
+        """Those inside that are not all computed."""
+        self._passed: dict[int, tuple[Hashable, int]] = {}
+        """By class, its oldest waiting prompt and the tokens that had their turn since it is that."""
+
+    def next(self) -> Hashable | None:
+        """Returns the next one, as soon as its pages are free. None: enough work lies ahead of everybody."""
+        if not self.line:
+            return None
+        oldest = self.line.oldest()
+        place = self.line[oldest]
+        if self._tokens_passed(place.service_class, oldest) >= self._patience_tokens:
+            older = (p for p in self.uncomputed.values() if p.age < place.age)
+            if self._has_room(p for p in older if p.service_class <= place.service_class):
+                return oldest
+        shortest = self.line.shortest()
+        place = self.line[shortest]
+        order = (place.service_class, place.num_tokens)
+        before = (p for p in self.uncomputed.values() if (p.service_class, p.num_uncomputed) <= order)
+        return shortest if self._has_room(before) else None
+
+    def begin(self, key: Hashable, size: PromptSize) -> _Inside:
+        """Takes a prompt out of the line and into the workshop."""
+        oldest = self.line.oldest()
+        place = self.line.discard(key)
+        assert place is not None, "a prompt with a size has a place"
+        if key != oldest:
+            passed = self._tokens_passed(place.service_class, oldest) + size.num_tokens
+            self._passed[place.service_class] = (oldest, passed)
+        inside = self.uncomputed[key] = _Inside(size.num_pages, place.service_class, size.num_tokens, place.age)
+        return inside
+
+    def _has_room(self, ahead: Iterable[_Inside]) -> bool:
+        return sum(prompt.num_uncomputed for prompt in ahead) < self._ahead_tokens
+
+    def _tokens_passed(self, service_class: int, oldest: Hashable) -> int:
+        """Tokens that had their turn since `oldest` is the oldest of its class that waits."""
+        key, passed = self._passed.get(service_class, (None, 0))
+        return passed if key == oldest else 0
+
+
 class PromptQueue:
     """A bounded queue in front of a bounded workshop: best class first, then fewest tokens, with a bound on waiting.
 
@@ -38,6 +89,8 @@ class PromptQueue:
     uncomputed tokens inside go before its own: early enough to hide the round trip of a reservation behind the running
     step, late enough not to hold pages of a decode worker while waiting. A short prompt therefore begins beside a long
     one. Nobody overtakes a prompt that only waits for pages.
+
+    Prompts that are reported only wait for each other and for pages, and others never wait for their tokens.
 
     Bound: a prompt is *due* when it is the oldest waiting one of its class and `patience_tokens` tokens of its class
     had their turn since it is that. Then it is next, and only what is older counts as going before it. So while it is
@@ -50,18 +103,15 @@ class PromptQueue:
     ) -> None:
         self._max_waiting = max_waiting
         self._num_pages = num_pages
-        self._ahead_tokens = ahead_tokens
-        self._patience_tokens = 8 * ahead_tokens if patience_tokens is None else patience_tokens
+        patience_tokens = 8 * ahead_tokens if patience_tokens is None else patience_tokens
+        self._usual, self._reported = (
+            _Lane(ahead_tokens=ahead_tokens, patience_tokens=patience_tokens) for _ in range(2)
+        )
         self._sizes: dict[Hashable, PromptSize] = {}
         """Sizes of those without a turn."""
         self._unready: dict[Hashable, int] = {}
         """Service classes of those that cannot have a turn yet."""
-        self._line = Line()
-        self._passed: dict[int, tuple[Hashable, int]] = {}
-        """By class, its oldest waiting prompt and the tokens that had their turn since it is that."""
         self._inside: dict[Hashable, _Inside] = {}
-        self._uncomputed: dict[Hashable, _Inside] = {}
-        """Those inside that are not all computed."""
         self._waiting_tokens = 0
         self._uncomputed_tokens = 0
         self._free_pages = num_pages
@@ -107,8 +157,9 @@ class PromptQueue:
         """From now on it may have its turn. Others than those that wait for this are ignored."""
         service_class = self._unready.pop(key, None)
         if service_class is not None:
-            num_tokens = self._sizes[key].num_tokens
-            self._line.add(key, service_class=service_class, num_tokens=num_tokens, cost=num_tokens)
+            size = self._sizes[key]
+            line = self._lane(size).line
+            line.add(key, service_class=service_class, num_tokens=size.num_tokens, cost=size.num_tokens)
 
     def enter_computed(self, key: Hashable, size: PromptSize) -> bool:
         """Gives a prompt whose pages are computed its turn at once: nobody waits longer for a step because of it.
@@ -129,69 +180,47 @@ class PromptQueue:
     def next_turns(self) -> list[Hashable]:
         """Gives every turn that can be given now."""
         turns: list[Hashable] = []
-        while self._line:
-            key = self._next()
-            if key is None or self._sizes[key].num_pages > self._free_pages:
-                break
-            self._begin(key)
-            turns.append(key)
+        for lane in (self._usual, self._reported):
+            while (key := lane.next()) is not None:
+                if self._sizes[key].num_pages > self._free_pages:
+                    return turns
+                self._begin(key)
+                turns.append(key)
         return turns
-
-    def _next(self) -> Hashable | None:
-        """Returns the next one, as soon as its pages are free. None: enough work lies ahead of everybody."""
-        oldest = self._line.oldest()
-        place = self._line[oldest]
-        if self._tokens_passed(place.service_class, oldest) >= self._patience_tokens:
-            older = (p for p in self._uncomputed.values() if p.age < place.age)
-            if self._has_room(p for p in older if p.service_class <= place.service_class):
-                return oldest
-        shortest = self._line.shortest()
-        place = self._line[shortest]
-        order = (place.service_class, place.num_tokens)
-        before = (p for p in self._uncomputed.values() if (p.service_class, p.num_uncomputed) <= order)
-        return shortest if self._has_room(before) else None
-
-    def _has_room(self, ahead: Iterable[_Inside]) -> bool:
-        return sum(prompt.num_uncomputed for prompt in ahead) < self._ahead_tokens
-
-    def _tokens_passed(self, service_class: int, oldest: Hashable) -> int:
-        """Tokens that had their turn since `oldest` is the oldest of its class that waits."""
-        key, passed = self._passed.get(service_class, (None, 0))
-        return passed if key == oldest else 0
 
     def _begin(self, key: Hashable) -> None:
         size = self._sizes.pop(key)
-        oldest = self._line.oldest()
-        place = self._line.discard(key)
-        assert place is not None, "a prompt with a size has a place"
-        if key != oldest:
-            passed = self._tokens_passed(place.service_class, oldest) + size.num_tokens
-            self._passed[place.service_class] = (oldest, passed)
+        self._inside[key] = self._lane(size).begin(key, size)
         self._waiting_tokens -= size.num_tokens
-        inside = _Inside(size.num_pages, place.service_class, size.num_tokens, place.age)
-        self._inside[key] = self._uncomputed[key] = inside
         self._uncomputed_tokens += size.num_tokens
         self._free_pages -= size.num_pages
 
+    def _lane(self, size: PromptSize) -> _Lane:
+        return self._reported if size.is_reported else self._usual
+
     def computed(self, key: Hashable, num_tokens: int) -> None:
         """Notes that a step computed tokens of a prompt. One that has left is ignored: its step was on the way."""
-        inside = self._uncomputed.get(key)
+        inside = self._inside.get(key)
         if inside is not None:
             inside.num_uncomputed -= num_tokens
             self._uncomputed_tokens -= num_tokens
             assert inside.num_uncomputed >= 0, "more tokens computed than the prompt has"
             if inside.num_uncomputed == 0:
-                del self._uncomputed[key]
+                self._forget_uncomputed(key)
 
     def leave(self, key: Hashable) -> None:
         """Takes a prompt out, waiting or not, and gives its pages back. O(1); unknown keys are ignored."""
         waiting = self._sizes.pop(key, None)
         if waiting is not None:
             self._unready.pop(key, None)
-            self._line.discard(key)
+            self._lane(waiting).line.discard(key)
             self._waiting_tokens -= waiting.num_tokens
         inside = self._inside.pop(key, None)
         if inside is not None:
             self._free_pages += inside.num_pages
             self._uncomputed_tokens -= inside.num_uncomputed
-            self._uncomputed.pop(key, None)
+            self._forget_uncomputed(key)
+
+    def _forget_uncomputed(self, key: Hashable) -> None:
+        for lane in (self._usual, self._reported):
+            lane.uncomputed.pop(key, None)

@@ -156,7 +156,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         self._queue.enter(spec.key, self._size(attempt), service_class=spec.service_class, is_ready=is_ready)
 
     def _size(self, attempt: PrefillAttempt) -> PromptSize:
-        return PromptSize(attempt.num_tokens, num_pages_for(attempt.num_tokens, self.facts.limits.page_size))
+        num_pages = num_pages_for(attempt.num_tokens, self.facts.limits.page_size)
+        return PromptSize(attempt.num_tokens, num_pages, attempt.reports_prompt)
 
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
         attempt = self._attempts.find(read_key(message.id))

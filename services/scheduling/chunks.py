@@ -2,7 +2,8 @@
 
 The better service class comes first (the lower number), and within a class the prompt with the least left to compute:
 shortest remaining first, which gives the least mean wait (Schrage, 1968). What that rule does to long prompts is
-bounded by their age: the oldest of its class is never left out for long.
+bounded by their age: the oldest of its class is never left out for long. Prompts whose tokens are reported come behind
+all others, in a share of the time.
 """
 
 import heapq
@@ -12,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+from services.scheduling.background import BackgroundPrompts, Chunk
 
 DEFAULT_CLASS = 2
 """The service class of a prompt that names none: the middle one of five, 0 to 4."""
@@ -26,16 +29,6 @@ LONE_STEP_OVERHEADS = 10.0
 LEAST_TOKENS = 8
 """A step of prompts alone may take at least what this many tokens cost at the beginning of a prompt. A measured speed
 by which empty steps are free would ask for steps of one token, and only longer ones show that it is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of the prompt `key`: `num_tokens` tokens from position `start`; `is_last` when they end the prompt."""
-
-    key: Hashable
-    start: int
-    num_tokens: int
-    is_last: bool
 
 
 class Speed(Protocol):
@@ -204,7 +197,7 @@ class ChunkScheduler:
     Bound: the oldest prompt of the best class is the first of a step at least every `OLDEST_EVERY` steps, and gets as
     many tokens as the budget and the targets let a step have. So it and those of its class that came before it are done
     after `OLDEST_EVERY` times the steps that they would take alone, whatever else arrives. Only better classes can keep
-    a prompt waiting.
+    a prompt waiting. Prompts that are reported are in none of this: they have their share of the time, whatever waits.
     """
 
     def __init__(
@@ -214,8 +207,7 @@ class ChunkScheduler:
         assert chunk_tokens > 0, "a step computes something"
         assert reported_tokens is None or reported_tokens > 0, "a prompt gets on"
         self._chunk_tokens = chunk_tokens
-        self._reported_tokens = chunk_tokens if reported_tokens is None else reported_tokens
-        self._reported: set[Hashable] = set()
+        self._background = BackgroundPrompts(chunk_tokens if reported_tokens is None else reported_tokens)
         self._targets = targets
         self._line = Line()
         self._ends: dict[Hashable, int] = {}
@@ -228,7 +220,7 @@ class ChunkScheduler:
 
     def __len__(self) -> int:
         """Returns how many prompts have uncomputed tokens."""
-        return len(self._line)
+        return len(self._line) + len(self._background)
 
     def add(
         self,
@@ -241,10 +233,11 @@ class ChunkScheduler:
         is_reported: bool = False,
     ) -> None:
         """Adds a prompt of `num_tokens` tokens; those before `start` are computed already."""
-        assert key not in self._line, "a prompt is added once"
+        assert key not in self._line and key not in self._background, "a prompt is added once"  # noqa: PT018
         assert 0 <= start < num_tokens, "something of a prompt is left to compute"
         if is_reported:
-            self._reported.add(key)
+            self._background.add(key, start=start, end=num_tokens, service_class=service_class)
+            return
         self._ends[key] = num_tokens
         cost = self._cost(start, num_tokens)
         self._line.add(key, service_class=service_class, num_tokens=num_tokens - start, cost=cost)
@@ -256,7 +249,14 @@ class ChunkScheduler:
         """Forgets a prompt. O(1); unknown keys are ignored."""
         self._line.discard(key)
         self._ends.pop(key, None)
-        self._reported.discard(key)
+        self._background.remove(key)
+
+    def note_reported_step(self, time_s: float, *, now_s: float) -> None:
+        """Notes that a step with tokens of reported prompts took `time_s`: others come first for a while.
+
+        `now_s` is read on the clock of `next_step`.
+        """
+        self._background.note_step(time_s, now_s=now_s)
 
     def next_step(
         self,
@@ -272,29 +272,32 @@ class ChunkScheduler:
         `busy_s`: what the step takes without prompts, where sequences decode in it; prompts may then stretch it by
         `BUSY_SHARE` of that or by `shared_s`, and `busy_s` has what every step costs in it already.
         """
-        if not self._line:
+        if not self._line and not self._background:
             return []
-        self._learn(speed)
         most = self._chunk_tokens if max_tokens is None else min(max_tokens, self._chunk_tokens)
         assert most > 0, "a step computes something"
+        is_busy = busy_s is not None or bool(self._line)
+        reported = self._background.next_chunks(most, now_s=now_s, is_busy=is_busy)
+        most -= sum(chunk.num_tokens for chunk in reported)
+        chunks = self._usual_chunks(most, speed=speed, now_s=now_s, busy_s=busy_s) if self._line and most else []
+        return chunks + reported
+
+    def _usual_chunks(self, most: int, *, speed: Speed | None, now_s: float, busy_s: float | None) -> list[Chunk]:
+        self._learn(speed)
         part_s = self._step_s(speed, now_s) if busy_s is None else stretch_s(busy_s, self._targets)
         room = _Room(most, speed, part_s, self._targets.whole_s, has_overhead=busy_s is None)
         oldest = self._line.oldest()
         chunks: list[Chunk] = []
-        num_reportable = self._reported_tokens
         while self._line:
             is_owed = not chunks and self._is_owed(oldest)
             key = oldest if is_owed else self._line.shortest()
             start, end = self._span(key)
-            is_reported = key in self._reported
-            part_end = min(end, start + num_reportable) if is_reported else end
-            num_tokens = room.fitting(start, part_end, is_first=not chunks)
+            num_tokens = room.fitting(start, end, is_first=not chunks)
             is_last = start + num_tokens == end
             # Those that end in this step would wait for one that does not.
             if num_tokens == 0 or (chunks and not is_last and speed is not None):
                 break
             room.take(start, num_tokens)
-            num_reportable -= num_tokens if is_reported else 0
             chunks.append(self._advance(key, num_tokens))
             if not is_last:
                 break

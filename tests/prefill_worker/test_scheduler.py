@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from services.runtime.errors import Overloaded
+from services.scheduling.background import Chunk
 from services.scheduling.chunks import (
     BUSY_SHARE,
     LEAST_TOKENS,
     LONE_STEP_OVERHEADS,
     OLDEST_EVERY,
     STEP_OVERHEADS,
-    Chunk,
     ChunkScheduler,
     StepTargets,
     more_steps_s,
@@ -54,6 +54,30 @@ def test_a_short_prompt_begins_beside_a_long_one_and_another_long_one_waits() ->
     assert q.next_turns() == []
     q.computed("long", 1)
     assert q.next_turns() == ["longer"]
+
+
+def test_prompts_that_are_reported_delay_no_others_and_are_delayed_by_none() -> None:
+    q = queue(ahead_tokens=32, num_pages=30)
+    q.enter("reported", PromptSize(40, 3, is_reported=True))
+    q.enter("reported too", PromptSize(50, 4, is_reported=True))
+    assert q.next_turns() == ["reported"], "the second one waits for the first"
+    q.enter("usual", PromptSize(60, 4))
+    q.enter("usual too", PromptSize(70, 5))
+    assert q.next_turns() == ["usual"]
+    q.computed("reported", 9)
+    assert q.next_turns() == ["reported too"]
+    q.leave("usual")
+    assert q.next_turns() == ["usual too"]
+    q.enter("large", PromptSize(10, 30))
+    q.enter("reported at last", PromptSize(5, 1, is_reported=True))
+    assert q.next_turns() == [], "none overtakes what waits for pages"
+    for key in ("reported", "reported too", "usual too"):
+        q.leave(key)
+    assert q.next_turns() == ["large"]
+    q.leave("large")
+    assert q.next_turns() == ["reported at last"]
+    q.leave("reported at last")
+    assert (q.num_inside, q.num_waiting, q.waiting_tokens, q.promised_pages) == (0, 0, 0, 0)
 
 
 def test_the_better_class_is_first_however_long_its_prompts_are() -> None:
@@ -311,7 +335,7 @@ def test_of_prompts_that_are_reported_a_step_has_few_tokens() -> None:
     s.add("plain", num_tokens=6)
     s.add("b", num_tokens=7, is_reported=True)
     s.add("c", num_tokens=20, is_reported=True)
-    assert s.next_step() == [Chunk("a", 0, 5, True), Chunk("plain", 0, 6, True), Chunk("b", 0, 3, False)]
+    assert s.next_step() == [Chunk("plain", 0, 6, True), Chunk("a", 0, 5, True), Chunk("b", 0, 3, False)]
     assert s.next_step() == [Chunk("b", 3, 4, True), Chunk("c", 0, 4, False)]
     s.remove("c")
     s.add("c", num_tokens=20)
