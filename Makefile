@@ -20,7 +20,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -81,6 +81,12 @@ test-mutants: install-dev ## take each check of the handoff's receiver out and s
 
 check-model: install-dev ## the handoff as a model, with its fences and without each of them; needs spin and gcc
 	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)
+
+monitoring: install-dev ## write the rules, dashboards and the runbook of deploy/monitoring from their source
+	$(PYTHON_IN) -m deploy.monitoring.source.build
+
+test-monitoring: install-dev ## a real Prometheus with every rule and every dashboard on a cluster under load (ARGS: flags; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.monitoring.run $(ARGS)
 
 test-gpu: install-dev ## the tests that need a CUDA device
 	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)
