@@ -21,6 +21,7 @@ from services.cluster.memory import MemoryUse
 from services.cluster.redis_store import Store
 from services.runtime.breaker import CircuitState
 from services.runtime.metrics import Counts, Distributions, FastRegistry, process_registry
+from services.runtime.status import TABLE
 from services.runtime.transports import TRANSPORTS
 from services.scheduling.health import CAUSES
 
@@ -49,6 +50,10 @@ SIZE_BUCKETS_TOKENS = tuple(2**exponent for exponent in range(18))
 OUTCOMES = ("finished", "failed", "cancelled", "refused")
 PHASES = ("queue", "prefill", "transfer", "decode")
 STATES = ("queued", "running")
+OVERLOADS = ("deadline", "ttft", "itl", "pages", "queue", "wait")
+RETRIES = ("worker_lost", "worker_unavailable", "transfer_failed", "layout_mismatch", "internal_error")
+SERVER_ERRORS = sorted({row.openai_code for row in TABLE.values() if row.http >= 500})
+"""The public codes of errors that are the server's fault."""
 WHOSE = ("model", "service_class")
 """The labels of what is told of requests."""
 _TRANSPORTS = frozenset(("none", "loopback", *TRANSPORTS))
@@ -86,6 +91,14 @@ class Metrics:
         self._make_refusals()
         self._make_store_figures()
         self._make_loads()
+        # A rate begins with the second value of a series, so what alerts are about has a first one: 0.
+        for family, words in (
+            (self._refusals, SERVER_ERRORS),
+            (self._overloads, OVERLOADS),
+            (self._retries_by_reason, RETRIES),
+        ):
+            for word in words:
+                family.labels(word)
         self._workers = WorkerFigures()
         self._registry.register(self._workers)
         self._registry.register(ModelServer(lambda: self._shown_population, self._workers.kv_use))
@@ -275,6 +288,7 @@ class Metrics:
         figures = self._figures.get(key)
         if figures is None:
             figures = self._figures[key] = RequestFigures(self, model, service_class)
+            self._failovers.labels(model)
         return figures
 
     def note_placed(self, model: str, service_class: str, queue_s: float) -> None:

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 
 from deploy.monitoring.source.thresholds import FAST_CLASSES
-from services.runtime.status import TABLE
+from gateway.observability.metrics import SERVER_ERRORS
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 """The windows of the burn rates of the error budget."""
-SERVER_ERRORS = "|".join(sorted({row.openai_code for row in TABLE.values() if row.http >= 500}))
-"""The codes of errors that are the server's fault."""
 OF_GATEWAY = 'worker=""'
 """Selects a gateway's series of a name that workers have too."""
 
@@ -29,7 +27,7 @@ def recorded() -> Mapping[str, str]:
     pages = 'tandem_kv_pages{role!="",state=~"%s"}'
     return {
         **{
-            errors(window): f'sum(rate(tandem_refused_requests_total{{code=~"{SERVER_ERRORS}"}}[{window}]))'
+            errors(window): f'sum(rate(tandem_refused_requests_total{{code=~"{"|".join(SERVER_ERRORS)}"}}[{window}]))'
             f" / sum(rate(tandem_request_duration_seconds_count[{window}]))"
             for window in WINDOWS
         },

@@ -377,6 +377,20 @@ async def test_those_who_waited_in_vain_count_as_such(make_system, worker_type):
     assert (await figures_of(system))["tandem_overload_refusals_total", {"reason": "wait"}] == 1
 
 
+def test_what_alerts_are_about_is_0_before_it_happens():
+    metrics = Metrics()
+    metrics.of("tiny", "normal")
+    samples = Figures(metrics.render([]).decode()).samples
+    for name, label, word in (
+        ("tandem_refused_requests_total", "code", "internal_error"),
+        ("tandem_overload_refusals_total", "reason", "queue"),
+        ("tandem_retries_total", "reason", "layout_mismatch"),
+        ("tandem_failovers_total", "model", "tiny"),
+    ):
+        assert samples[name, frozenset({(label, word)})] == 0
+    assert ("tandem_refused_requests_total", frozenset({("code", "invalid_value")})) not in samples
+
+
 async def test_every_error_that_is_answered_counts(make_system):
     system = await make_system()
     asked = {
