@@ -1,6 +1,6 @@
 """Prompts whose tokens are reported, in the background of all else: pure bookkeeping.
 
-The log-probabilities of a prompt cost several times what computing it does, and whoever waits for a token waits for the
+The log-probabilities of a prompt cost several times what computing it does, and every sequence in a step waits for the
 whole step. So a step has few such tokens, and while a worker has anything else to do, the steps with such tokens take
 at most `SHARE` of the time.
 """

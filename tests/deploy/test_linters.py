@@ -14,7 +14,8 @@ UNRESTRICTED = ("DL3008", "DL3018")
 
 
 def lint(tool: str, *arguments: str | Path) -> list[str]:
-    command = [str(TOOLS / "bin" / tool), *map(str, arguments)]
+    # Relative names: .yamllint's are.
+    command = [str(TOOLS / "bin" / tool), *(str(one).removeprefix(f"{ROOT}/") for one in arguments)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     said = (ran.stdout + ran.stderr).splitlines()
     assert bool(ran.returncode) == bool(said), f"{tool} ended with {ran.returncode}: {said}"

@@ -17,6 +17,7 @@ from deploy.monitoring.source.recording import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "monitoring"
+PACKAGED = ROOT / "deploy" / "kubernetes" / "components" / "monitoring"
 GROUPS = (
     Group("tandem-recorded", records=recorded()),
     Group("tandem-requests", alerts.ALERTS),
@@ -34,6 +35,14 @@ def files() -> dict[Path, str]:
     rules = {"groups": [group.rules() for group in GROUPS]}
     return {
         FOLDER / "rules.yml": _yaml(rules),
+        PACKAGED / "rules.yaml": _yaml(
+            {
+                "apiVersion": "monitoring.coreos.com/v1",
+                "kind": "PrometheusRule",
+                "metadata": {"name": "tandem"},
+                "spec": rules,
+            }
+        ),
         FOLDER / "rules_test.yml": _tests(MINUTE),
         FOLDER / "rules_of_days_test.yml": _tests(TEN_MINUTES),
         ROOT / "docs" / "runbook.md": _runbook(),
