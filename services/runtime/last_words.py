@@ -7,7 +7,6 @@ know. The one killer that announces itself is the kernel, for memory: near its l
 again should the process get away from it.
 """
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -58,6 +57,8 @@ def words_for(error: BaseException) -> str:
 
 async def watch_memory() -> None:
     """Writes it down while the process is near its memory limit; until cancelled. Without a file or a limit it ends."""
+    import asyncio  # 17 ms of each command's start, which has no event loop
+
     is_near = False
     while _file() is not None and (limit := memory_limit()) is not None:
         if not is_near and limit.used_share >= NEAR_LIMIT:
