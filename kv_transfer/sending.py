@@ -133,7 +133,8 @@ class SendLinks:
         """Ask the receiver that listens on `address` for pages for `num_tokens` tokens.
 
         Those are the tokens whose KV the pages hold: a prompt's, or also those of the beginning of its answer. Returns
-        when the question has left this process, and so reaches the receiver whatever becomes of the process then.
+        when the question has left this process. It reaches the receiver even if the process dies then, unless that
+        notices the broken connection before it has read the question.
 
         Raises WorkerUnavailable if it cannot be reached or is not that incarnation, LayoutMismatch, TransferFailed,
         DeadlineExceeded.

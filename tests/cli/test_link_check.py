@@ -91,9 +91,10 @@ def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys:
         code, (finding,) = link(doctor.address, capsys, "--transport", "tcp")
         assert (code, finding["level"]) == (1, "bad")
         assert "0.1 GB/s are needed" in finding["what"]
-        for transport, floor in (("tcp", 1_000_000), ("shm", preflight.LINK_FLOOR_BYTES_PER_S)):
+        for transport, floor in (("tcp", 100_000), ("shm", preflight.LINK_FLOOR_BYTES_PER_S)):
             fast = PreflightSettings(peer=doctor.address, transport=transport, link_floor=floor)
-            assert [finding.level for finding in preflight.way_to(fast)] == [Level.OK], transport
+            findings = list(preflight.way_to(fast))
+            assert [finding.level for finding in findings] == [Level.OK], (transport, findings)
         with grpc.insecure_channel(doctor.address) as channel, pytest.raises(grpc.RpcError, match="takes no pages"):
             next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=20))
     line.close()

@@ -1,5 +1,6 @@
 """How views are put together, and which workers can serve a request at all."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,12 @@ def test_views_that_are_made_when_they_are_looked_at_are_chosen_as_any_others(ca
 
     at_once = Router(policy, settings=few, seed=3).route(asked, ps, ds, now_s=0.0)
     late = Router(policy, settings=few, seed=3).route(asked, made_late(ps), made_late(ds), now_s=0.0)
-    assert list(late) == list(at_once)
+    assert [told(route) for route in late] == [told(route) for route in at_once]
+
+
+def told(route):
+    """A route with ids in place of views, which are equal to themselves alone."""
+    return msgspec.structs.asdict(route) | {"decode": route.decode.worker_id, "prefills": prefills(route)}
 
 
 def test_views_of_some_and_with_a_change():
