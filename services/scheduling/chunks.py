@@ -233,7 +233,8 @@ class ChunkScheduler:
         is_reported: bool = False,
     ) -> None:
         """Adds a prompt of `num_tokens` tokens; those before `start` are computed already."""
-        assert key not in self._line and key not in self._background, "a prompt is added once"  # noqa: PT018
+        assert key not in self._line, "a prompt is added once"
+        assert key not in self._background, "a prompt is added once"
         assert 0 <= start < num_tokens, "something of a prompt is left to compute"
         if is_reported:
             self._background.add(key, start=start, end=num_tokens, service_class=service_class)

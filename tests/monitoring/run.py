@@ -98,7 +98,7 @@ def collector() -> Iterator[str]:
 def prometheus(folder: Path, gateway: str, key: str) -> Iterator[Api]:
     """Runs Prometheus with the committed configuration: only addresses, the key and the pace are others."""
     (folder / "metrics.key").write_text(key)
-    shown = {"credentials_file": str(folder / "metrics.key")}
+    shown = {"type": "Bearer", "credentials_file": str(folder / "metrics.key")}
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
@@ -228,7 +228,8 @@ def watch(folder: Path, seconds: float) -> list[str]:
     """Runs the cluster, its load and Prometheus. Returns all that is wrong."""
     admin, users = new_key(), [new_key(), new_key()]
     keys = [ApiKey(digest_of_key(admin), "ops", is_admin=True)]
-    keys += [ApiKey(digest_of_key(key), tenant) for key, tenant in zip(users, ("acme", "trial"), strict=True)]
+    for key, tenant in zip(users, ("acme", "trial"), strict=True):
+        keys.append(ApiKey(digest_of_key(key), tenant, service_class="interactive"))  # the load asks for this class too
     file = folder / "keys.toml"
     file.write_text("\n".join(map(toml_entry, keys)))
     with contextlib.ExitStack() as stack:

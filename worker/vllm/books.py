@@ -55,13 +55,11 @@ class TransferBooks:
         """Notes a request whose first tokens arrive by a transfer."""
         self._awaited[request_id] = _Awaited(num_tokens, on_blocks)
 
-    def arrive(self, request_id: str) -> bool:
-        """Ends a transfer into the blocks of a request, complete or not; returns whether it had blocks."""
+    def arrive(self, request_id: str) -> None:
+        """Ends a transfer into the blocks of a request, complete or not; vLLM hears of it if there were blocks."""
         awaited = self._awaited.pop(request_id, None)
-        if awaited is None or not awaited.has_blocks:
-            return False
-        self._arrived.append(request_id)
-        return True
+        if awaited is not None and awaited.has_blocks:
+            self._arrived.append(request_id)
 
     def hold(self, request_id: str) -> None:
         """Has the blocks of a request stay until `let_go`."""
