@@ -47,7 +47,7 @@ from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
-from services.runtime import last_words, service_manager
+from services.runtime import extras, last_words, service_manager
 from services.runtime.addresses import join_host_port
 from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
@@ -118,6 +118,7 @@ def _checked(plan: ModelPlan) -> ModelPlan:
     read_model_files(plan.path)
     if plan.engine == VLLM:
         return replace(plan, python=interpreter_with_vllm(SOURCE_ROOT))
+    extras.check("worker")
     load_config(plan.path)
     return plan
 

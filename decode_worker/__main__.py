@@ -4,6 +4,7 @@ from functools import partial
 
 import services.runtime.first_process  # first: what comes after it takes seconds
 import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
+import worker.extra  # noqa: F401 - before what needs its packages
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.engine_loop import decode_loop
 from decode_worker.features import StepFeature

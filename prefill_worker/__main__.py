@@ -4,6 +4,7 @@ from functools import partial
 
 import services.runtime.first_process  # first: what comes after it takes seconds
 import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
+import worker.extra  # noqa: F401 - before what needs its packages
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker, Servicer

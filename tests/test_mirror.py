@@ -80,6 +80,7 @@ DATA = {
 """Modules that decide nothing: records, scripts of other languages, names."""
 PROGRAMS = {
     "services/engine/parallel/rank.py": "services/engine/parallel/test_processes.py starts it",
+    "worker/extra.py": "test_wheel.py starts workers without it",
     "worker/loading.py": "both workers' programs use it: tests/integration",
     "worker/vllm/connector.py": "vLLM imports it: worker/vllm/test_installed.py",
 }

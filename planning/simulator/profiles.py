@@ -9,8 +9,7 @@ from pathlib import Path
 from services.runtime.errors import ConfigError
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 
-PROFILES_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "profiles"
-"""Where a checkout of the repository has them."""
+PROFILES_FOLDER = Path(__file__).resolve().parents[1] / "step_times"
 
 KV_BYTES_PER_TOKEN = {
     # 2 (K and V) × layers × KV heads × head dimension × 2 bytes
