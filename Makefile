@@ -20,7 +20,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -57,6 +57,12 @@ test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every an
 
 test-machines: install-dev ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)
+
+test-troubles: install-dev ## what each view says of Redis, machines and links in trouble (ARGS: troubles; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.troubles $(ARGS)
+
+test-prices: install-dev ## second tokens as predicted and as seen where one link is slow (ARGS: its rate and more; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.prices $(ARGS)
 
 test-containers: install-dev ## a cluster of containers: its answers, deaths, updates; needs podman, and `make images` of all four (ARGS: flags of pytest)
 	@tools/deploy_tools.sh
