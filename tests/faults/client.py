@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -20,6 +21,8 @@ import msgspec
 from protos import inference_pb2, inference_pb2_grpc
 
 MAX_HEAD_BYTES = 64 * 1024
+KEEP_ALIVE_S = 1
+"""How long a client's connection is silent before its kernel shows every firewall on the way that it still stands."""
 _authorities: dict[str, Path] = {}
 """Files of the CA of addresses that speak TLS."""
 
@@ -106,6 +109,11 @@ async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, a
         reader, writer = await asyncio.open_connection(host, int(port), limit=2**20, ssl=context)
     except OSError as error:
         raise NotConnected(f"{address}: {error}") from error
+    # An answer that takes its time is silent until then, and a firewall would lose it without a word to either side.
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, KEEP_ALIVE_S)
     try:
         yield reader, writer
     finally:
