@@ -59,8 +59,13 @@ class Seen:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the second token came when it was predicted."""
-        return abs(self.seen_s - self.predicted_s) <= max(OFF_BY * max(self.seen_s, self.predicted_s), OFF_BY_S)
+        """Whether the second token came when it was predicted, or so little later that the machine may be why."""
+        return self.is_close or abs(self.seen_s - self.predicted_s) <= OFF_BY_S
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the second token came when it was predicted, on a machine that does nothing else."""
+        return abs(self.seen_s - self.predicted_s) <= OFF_BY * max(self.seen_s, self.predicted_s)
 
 
 def make_model(folder: Path, num_layers: int) -> Path:
@@ -151,7 +156,9 @@ async def run(cluster: bed.Bed, network: Network, *, num_requests: int, at_once:
         batch = sizes[len(seen) : len(seen) + at_once]
         for one in await asyncio.gather(*(ask(cluster, size, chance) for size in batch)):
             seen.append(one)
-            sys.stderr.write(f"{json.dumps(asdict(one))}{'' if one.is_kept else '  OFF'}\n")
+            sys.stderr.write(
+                f"{json.dumps(asdict(one))}{'' if one.is_close else '  off' if one.is_kept else '  OFF'}\n"
+            )
     before = await links(cluster)
     figures: dict[str, Any] = {
         "requests": [asdict(one) for one in seen],
@@ -161,6 +168,7 @@ async def run(cluster: bed.Bed, network: Network, *, num_requests: int, at_once:
     later = [one for one in seen[LEARNING:]]
     figures["later"] = len(later)
     figures["off"] = sum(not one.is_kept for one in later)
+    figures["not_close"] = sum(not one.is_close for one in later)
     if later:
         figures["median_ratio"] = round(statistics.median(one.seen_s / one.predicted_s for one in later), 3)
     if SLOW in before:
