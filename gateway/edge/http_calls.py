@@ -91,9 +91,11 @@ def unknown_to_template(call: Call, catalog: ModelCatalog) -> list[str]:
 def _read_body(body: bytes, body_type: type[RequestBody], writer_type: type[Writer], *, is_named: bool) -> HttpCall:
     if not is_named:
         request, ignored = parse(body, body_type)
-        return HttpCall(request, request.call(), ignored, "")
+        return HttpCall(request, request.call(), [*ignored, *request.left_out()], "")
     request, ignored, canonical = parse_named(body, body_type)
-    return HttpCall(request, request.call(), ignored, digest_of(writer_type.object_name, canonical))
+    return HttpCall(
+        request, request.call(), [*ignored, *request.left_out()], digest_of(writer_type.object_name, canonical)
+    )
 
 
 def _read_permission(exchange: Exchange, call: Call) -> None:

@@ -13,6 +13,8 @@ from gateway.http.exchange import Exchange
 from gateway.limits import check_text_to_count, check_token_ids
 from gateway.models.catalog import ServedModel
 from gateway.models.conversation import encode_conversation
+from gateway.models.template_words import template_words_in
+from gateway.openai.chat import end_of_prompt
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest, parse, parse_members
 from gateway.openai.responses_request import ResponsesRequest, own_words
 from gateway.requests.lifecycle import Requests
@@ -41,11 +43,16 @@ class Tokenization:
     async def tokenize(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers the token ids of a text, or of a conversation as an answer to it would be generated."""
         with self._bodies.claim(key.tenant) as claim:
-            request, tools = await self._bodies.read(claim, exchange.read_body, _read_tokenize)
+            request, tools, words = await self._bodies.read(claim, exchange.read_body, _read_tokenize)
             model = await self._let_in(exchange, key, request.model)
-            token_ids = await self._tokens_of(request, tools, model, key.tenant)
+            if request.messages is None:
+                token_ids = await self._tokens_of_text(request, model, key.tenant)
+            else:
+                token_ids = await self._encode_to_count(model, request.messages, tools, key.tenant, more=words)
         max_tokens = self._requests.limits(model).context_length_tokens
-        document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
+        document: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
+        if request.return_token_strs:
+            document["token_strs"] = [model.tokenizer.token_name(token_id) for token_id in token_ids]
         await exchange.answer(200, msgspec.json.encode(document))
 
     async def detokenize(self, exchange: Exchange, key: ApiKey) -> None:
@@ -80,36 +87,25 @@ class Tokenization:
         exchange.add_limits(ticket)
         return catalog.resolve(name)
 
-    async def _tokens_of(
-        self, request: TokenizeRequest, tools: list[dict[str, Any]] | None, model: ServedModel, tenant: str
-    ) -> list[int]:
-        if (request.prompt is None) == (request.messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
-        if request.messages is not None:
-            if request.add_special_tokens:
-                # Templates write the special tokens themselves; a second set would be another prompt than is used.
-                raise InvalidRequest(
-                    "add_special_tokens goes with prompt, not with messages",
-                    field="add_special_tokens",
-                    code="unsupported_parameter",
-                )
-            return await self._encode_to_count(model, request.messages, tools, tenant)
+    async def _tokens_of_text(self, request: TokenizeRequest, model: ServedModel, tenant: str) -> list[int]:
         assert request.prompt is not None
-        if request.tools:
-            raise InvalidRequest(
-                "tools goes with messages, not with prompt", field="tools", code="unsupported_parameter"
-            )
         check_text_to_count(request.prompt, field_name="prompt", max_chars=self._requests.catalog.max_tokenize_chars)
         adds_special = request.add_special_tokens is not False
         return await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special, tenant=tenant)
 
     async def _encode_to_count(
-        self, model: ServedModel, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, tenant: str
+        self,
+        model: ServedModel,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        tenant: str,
+        *,
+        more: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation that is only counted, so that no model's context bounds it."""
         most = self._requests.catalog.max_tokenize_chars
         try:
-            return await encode_conversation(model.tokenizer, messages, tools, max_chars=most, tenant=tenant)
+            return await encode_conversation(model.tokenizer, messages, tools, max_chars=most, more=more, tenant=tenant)
         except InvalidRequest as error:
             if error.code != "context_length_exceeded":
                 raise
@@ -118,7 +114,28 @@ class Tokenization:
             ) from error
 
 
-def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
-    """Returns the request, and the tools that go with its messages."""
+def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None, Mapping[str, Any]]:
+    """Returns the request, the tools that go with its messages, and variables of the chat template."""
     request, _ = parse_members(body, TokenizeRequest)
-    return request, None if request.messages is None else offered_tools(request.tools, None)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
+    if request.messages is None:
+        for name in _OF_CHATS:
+            if getattr(request, name):
+                raise _misplaced(name, "messages", "prompt")
+        if request.add_generation_prompt is False:
+            raise _misplaced("add_generation_prompt", "messages", "prompt")
+        return request, None, {}
+    if request.add_special_tokens:
+        # Templates write the special tokens themselves; a second set would be another prompt than is used.
+        raise _misplaced("add_special_tokens", "prompt", "messages")
+    words = template_words_in(request.chat_template_kwargs or {}, "chat_template_kwargs")
+    prompt_end = end_of_prompt(request.messages, request.continue_final_message, request.add_generation_prompt)
+    return request, offered_tools(request.tools, None), {**words, **prompt_end}
+
+
+_OF_CHATS = ("tools", "continue_final_message", "chat_template_kwargs")
+
+
+def _misplaced(name: str, place: str, other: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} goes with {place}, not with {other}", field=name, code="unsupported_parameter")

@@ -1,6 +1,8 @@
 """A model's chat template: compiled in a sandbox, and what can be told from its source."""
 
 import json
+import secrets
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Protocol, cast
 
@@ -10,6 +12,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.runtime.errors import ModelError
+
+CONTINUES = "continue_final_message"
+"""The variable that asks for an answer that continues the last message; `render_continued` reads it, no template."""
 
 
 class Template(Protocol):
@@ -45,6 +50,21 @@ def compile_template(source: str) -> Template:
         return cast(Template, _environment().from_string(source))
     except TemplateError as error:
         raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
+
+
+def render_continued(template: Template, variables: Mapping[str, Any]) -> str:
+    """Returns the text of a conversation up to the end of its last message's content, which the answer continues.
+
+    Raises ValueError where the template does not show that content once, as it is.
+    """
+    mark = f"\ue000{secrets.token_hex(8)}\ue001"
+    *before, last = variables["messages"]
+    messages = [*before, {**last, "content": last["content"] + mark}]
+    text = template.render(**{**variables, "messages": messages, "add_generation_prompt": False})
+    shown, found, rest = text.partition(mark)
+    if not found or mark in rest:
+        raise ValueError("the template does not show the message once")
+    return shown
 
 
 def reads_tools(source: str) -> bool:

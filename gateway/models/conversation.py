@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Never
 
 from gateway.limits import MAX_MESSAGES, MAX_NAME_CHARS, check_messages, check_text
+from gateway.models.chat_template import CONTINUES
 from gateway.models.json_objects import begins_object
 from gateway.models.tokenizer import ModelTokenizer
 from services.runtime.errors import InvalidRequest
@@ -63,6 +64,8 @@ async def encode_conversation(
     Raises InvalidRequest, also for a model that has no tools.
     """
     checked = check_conversation(messages, tools, max_chars=max_chars)
+    if more and more.get(CONTINUES):
+        _check_continued(checked[-1])
     has_calls = any("tool_calls" in message for message in checked)
     if (tools or has_calls) and tokenizer.tool_format is None:
         raise InvalidRequest(
@@ -71,6 +74,15 @@ async def encode_conversation(
             code="unsupported_parameter",
         )
     return await tokenizer.encode_chat(checked, tools, more=more or {}, tenant=tenant)
+
+
+def _check_continued(last: Mapping[str, Any]) -> None:
+    if last["role"] != "assistant" or "tool_calls" in last:
+        raise InvalidRequest(
+            "only a last message of the assistant's without tool_calls can be continued",
+            field="messages",
+            code="invalid_value",
+        )
 
 
 def _without_calls(message: Any) -> Any:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
+from gateway.models.chat_template import CONTINUES
 from services.runtime.errors import InvalidRequest
 
 MAX_WORDS = 16
-OWN = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+OWN = frozenset({"messages", "tools", "add_generation_prompt", CONTINUES, "raise_exception", "strftime_now"})
 """The variables that the gateway sets itself."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

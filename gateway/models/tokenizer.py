@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from gateway.models.chat_template import compile_template, names_in, reads_tools
+from gateway.models.chat_template import CONTINUES, compile_template, names_in, reads_tools, render_continued
 from gateway.models.detokenizers import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
 from gateway.models.model_files import ModelFiles
 from gateway.models.reasoning import has_reasoning
@@ -102,7 +102,8 @@ class ModelTokenizer:
     ) -> list[int]:
         """Returns the token ids of a conversation up to the assistant's next message; it may call `tools`.
 
-        `more` is told to the template as it is, as far as it knows the names.
+        `more` is told to the template as it is, as far as it knows the names. With CONTINUES the token ids end where
+        the text of the last message does, so that the answer continues it.
 
         Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
         text. Raises InvalidRequest where the template refuses the messages.
@@ -147,6 +148,10 @@ class ModelTokenizer:
         if known is None:
             known = self._token_texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return known
+
+    def token_name(self, token_id: int) -> str:
+        """Returns one token as the vocabulary spells it, such as `Ġhello`; an empty text for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns one token's bytes in a byte-level vocabulary; b"" for special tokens that answers do not show."""
@@ -250,6 +255,8 @@ class ModelTokenizer:
             raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
         try:
             own = {"messages": messages, "tools": tools, **self._files.special_tokens}
+            if more.get(CONTINUES):
+                return render_continued(self._template, {**more, **own})
             return self._template.render(**{"add_generation_prompt": True, **more, **own})
         except TemplateError as error:
             raise InvalidRequest(

@@ -1,7 +1,7 @@
 """The chat API: its requests, and the writing of its answers with the calls and the reasoning in them."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
@@ -10,6 +10,7 @@ from gateway.forms.answer_parts import AnswerParts, ReasoningTokens
 from gateway.forms.tools import forced_names, is_named, offered_tools, strict_names
 from gateway.limits import MAX_MESSAGES
 from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
+from gateway.models.chat_template import CONTINUES
 from gateway.models.template_words import MAX_WORDS, template_words_in
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser
@@ -30,7 +31,7 @@ from gateway.openai.answers import (
     ToolCallDelta,
 )
 from gateway.openai.requests import TOOLS, ChoicesRequest, EffortOption, asked_sampling
-from gateway.openai.shapes import MESSAGE, TOOL_CHOICE, flag, list_of, said, synonym
+from gateway.openai.shapes import MESSAGE, PREFIXES, TOOL_CHOICE, flag, list_of, said, synonym
 from gateway.openai.synonyms import agreed_max_tokens
 from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, shown_logprobs
 from gateway.requests.call import Call
@@ -45,6 +46,46 @@ TEMPLATE_WORDS = said(
     maxProperties=MAX_WORDS,
 )
 ENABLE_THINKING = said("As in `chat_template_kwargs`.")
+CONTINUE = flag("The answer continues the last message, an assistant's, which does not come again.")
+GENERATION_PROMPT = said(
+    "False: the prompt ends with the last message, without the beginning of the assistant's next. Absent: it has that, "
+    "unless the last message is continued."
+)
+
+
+def end_of_prompt(
+    messages: Sequence[Any], continues: bool | None, has_generation_prompt: bool | None
+) -> dict[str, Any]:
+    """Returns the variables of the chat template that say where a prompt ends. Raises InvalidRequest.
+
+    DeepSeek's and Mistral's `prefix` of the last message, and Kimi's `partial`, ask for what `continues` does.
+    """
+    for number, message in enumerate(messages):
+        if isinstance(message, dict) and not message.keys().isdisjoint(PREFIXES):
+            continues = _is_prefix(message, f"messages[{number}]", is_last=number == len(messages) - 1) or continues
+    if continues and has_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message cannot both be true",
+            field="continue_final_message",
+            code="invalid_value",
+        )
+    if continues:
+        return {CONTINUES: True}
+    return {"add_generation_prompt": False} if has_generation_prompt is False else {}
+
+
+def _is_prefix(message: Mapping[str, Any], name: str, *, is_last: bool) -> bool:
+    is_prefix = False
+    for word in PREFIXES:
+        value = message.get(word)
+        if not isinstance(value, bool | None) or (value and not is_last):
+            raise InvalidRequest(
+                f"{name}.{word} must be true or false, and true in the last message only",
+                field=f"{name}.{word}",
+                code="invalid_value",
+            )
+        is_prefix = is_prefix or bool(value)
+    return is_prefix
 
 
 class ChatRequest(ChoicesRequest, kw_only=True):
@@ -72,6 +113,8 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     reasoning_effort: Annotated[str | None, said("As in `chat_template_kwargs`; `none` asks for nothing.")] = None
     reasoning: Annotated[EffortOption | None, said("`effort` is `reasoning_effort`.")] = None
     verbosity: Annotated[str | None, said("As in `chat_template_kwargs`; `medium` asks for nothing.")] = None
+    continue_final_message: Annotated[bool | None, CONTINUE] = None
+    add_generation_prompt: Annotated[bool | None, GENERATION_PROMPT] = None
 
     def call(self) -> Call:
         """Returns the call that it asks for. Raises InvalidRequest."""
@@ -83,7 +126,8 @@ class ChatRequest(ChoicesRequest, kw_only=True):
         sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
         call = self.begun_call("chat", sampling)
         call.messages, call.prompt_field = self.messages, "messages"
-        call.template_words, call.template_fields = words, fields
+        prompt_end = end_of_prompt(self.messages, self.continue_final_message, self.add_generation_prompt)
+        call.template_words, call.template_fields = {**words, **prompt_end}, fields
         call.tools = tools
         call.must_call = forced_names(tools, self.tool_choice)
         call.strict_tools = strict_names(self.tools) if tools else frozenset()

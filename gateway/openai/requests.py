@@ -149,6 +149,10 @@ class RequestBody(Synonyms, kw_only=True, metaclass=_AbstractStruct):
     def call(self) -> Call:
         """Returns the call that it asks for. Raises InvalidRequest."""
 
+    def left_out(self) -> list[str]:
+        """Returns the names of members whose values are partly ignored."""
+        return []
+
 
 class ChoicesRequest(RequestBody, kw_only=True):
     """The members of requests whose answers are a list of choices."""
@@ -194,6 +198,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, flag("Those of the tokenizer's post-processor; not with `messages`.", default=True)
     ] = None
+    add_generation_prompt: Annotated[
+        bool | None, said("As of chats, and absent: true, unless the last message is continued.")
+    ] = None
+    continue_final_message: Annotated[bool | None, said("As of chats.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, said("As of chats.")] = None
+    return_token_strs: Annotated[bool | None, flag("Adds `token_strs`, the text of each token.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

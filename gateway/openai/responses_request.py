@@ -7,7 +7,7 @@ stored is refused.
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Never
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from gateway.limits import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, check_affinity_ke
 from gateway.models.conversation import check_conversation
 from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
 from gateway.openai.requests import EffortOption, RequestBody
+from gateway.openai.responses_tools import chat_tools, fail, left_out, told_name, unsupported
 from gateway.openai.shapes import UP_TO_THE_CONTEXT, list_of, said, synonym
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
@@ -111,7 +112,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
     max_output_tokens: Annotated[int | None, UP_TO_THE_CONTEXT] = None
     stream_options: Annotated[ResponseStreamOptions | None, said("Only with `stream`.")] = None
     tools: Annotated[
-        list[Any] | None, said("Functions that the model may call: type, name, description, parameters.")
+        list[Any] | None,
+        said(
+            "Functions that the model may call: type, name, description, parameters; or namespaces of such. Tools that "
+            "run on OpenAI's servers, such as `web_search`, are left out, which `X-Tandem-Ignored` says."
+        ),
     ] = None
     tool_choice: Annotated[Any, said("As of chats, in the words of this API.")] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
@@ -167,7 +172,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
         )
         call = chat.call()
         if call.tools and self.has_logprobs:
-            raise _unsupported(
+            raise unsupported(
                 "top_logprobs" if self.top_logprobs else "include",
                 "the log-probabilities of an answer that may call tools are not divided among its items",
             )
@@ -181,7 +186,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
     def chat_tools(self) -> list[dict[str, Any]] | None:
         """Returns the tools as the chat API spells them. Raises InvalidRequest for those that are not functions."""
-        return None if self.tools is None else [_chat_tool(tool, f"tools[{n}]") for n, tool in enumerate(self.tools)]
+        return None if self.tools is None else chat_tools(self.tools)
+
+    def left_out(self) -> list[str]:
+        """Returns the kinds of tools that the model is not told of, because no server but OpenAI's runs them."""
+        return left_out(self.tools or ())
 
     def shown_tools(self) -> list[dict[str, Any]]:
         """Returns the tools as the response repeats them."""
@@ -204,8 +213,8 @@ class ResponsesRequest(RequestBody, kw_only=True):
             # Every response says so, also one without tools.
             return None if choice == "auto" else choice
         if choice.get("type") != "function":
-            _fail("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
-        return {"type": "function", "function": {"name": choice.get("name")}}
+            fail("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
+        return {"type": "function", "function": {"name": told_name(choice.get("namespace"), choice.get("name"))}}
 
     def _check_unserved(self) -> None:
         for name, instead in _MOVED.items():
@@ -216,11 +225,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
         for name, (neutral, reason) in _REFUSED.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise _unsupported(name, reason)
+                raise unsupported(name, reason)
         if self.reasoning is not None:
             for name in ("summary", "generate_summary"):
                 if getattr(self.reasoning, name) not in (None, "auto"):
-                    raise _unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
+                    raise unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
 
     def _check_options(self) -> None:
         if self.safety_identifier:
@@ -258,7 +267,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
         schema = {key: wanted[key] for key in ("name", "schema", "strict", "description") if key in wanted}
         description = schema.get("description")
         if not isinstance(description, str | None):
-            _fail("text.format.description", "a text")
+            fail("text.format.description", "a text")
         check_text(description or "", field_name="text.format.description")
         return {"type": "json_schema", "json_schema": schema}
 
@@ -292,7 +301,7 @@ class _Conversation:
     def add(self, item: Any, name: str) -> None:
         """Adds one item. Raises InvalidRequest that names it."""
         if not isinstance(item, dict):
-            _fail(name, "an object")
+            fail(name, "an object")
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
@@ -315,7 +324,7 @@ class _Conversation:
     def _add_message(self, item: Mapping[str, Any], name: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            _fail(f"{name}.role", f"one of {', '.join(_ROLES)}")
+            fail(f"{name}.role", f"one of {', '.join(_ROLES)}")
         content = _content(item.get("content"), f"{name}.content")
         if role != "assistant":
             self.say(role, content)
@@ -327,7 +336,7 @@ class _Conversation:
         """Adds reasoning, unless only its summary or its encrypted form came, which say nothing to a model."""
         parts = item.get("content") or []
         if not isinstance(parts, list):
-            _fail(f"{name}.content", "a list of parts")
+            fail(f"{name}.content", "a list of parts")
         texts = [_part_text(part, f"{name}.content[{n}]", ("reasoning_text",)) for n, part in enumerate(parts)]
         if texts:
             turn = self._turn_without("reasoning_content", "content", "tool_calls")
@@ -335,7 +344,10 @@ class _Conversation:
 
     def _add_call(self, item: Mapping[str, Any], name: str) -> None:
         call_id = item.get("call_id")
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        namespace = item.get("namespace")
+        if not isinstance(namespace, str | None):
+            fail(f"{name}.namespace", "a text")
+        function = {"name": told_name(namespace, item.get("name")), "arguments": item.get("arguments")}
         call = {"id": call_id, "type": "function", "function": function}
         if call_id is None:
             raise InvalidRequest(
@@ -351,7 +363,7 @@ class _Conversation:
     def _add_output(self, item: Mapping[str, Any], name: str) -> None:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or call_id not in self._call_ids:
-            _fail(f"{name}.call_id", "the call_id of a function_call that comes before it")
+            fail(f"{name}.call_id", "the call_id of a function_call that comes before it")
         self.say("tool", _content(item.get("output"), f"{name}.output"))
         self.messages[-1]["tool_call_id"] = call_id
 
@@ -369,7 +381,7 @@ def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
         check_text(content, field_name=name)
         return content
     if not isinstance(content, list) or not content:
-        _fail(name, "a text or a list of text parts")
+        fail(name, "a text or a list of text parts")
     texts = [_part_text(part, f"{name}[{number}]", _TEXT_PARTS) for number, part in enumerate(content)]
     return [{"type": "text", "text": text} for text in texts]
 
@@ -377,7 +389,7 @@ def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
 def _part_text(part: Any, name: str, kinds: Sequence[str]) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
     if not isinstance(text, str):
-        _fail(name, f'{{"type": "{kinds[0]}", "text": …}}; this server takes text only')
+        fail(name, f'{{"type": "{kinds[0]}", "text": …}}; this server takes text only')
     check_text(text, field_name=name)
     return text
 
@@ -391,20 +403,9 @@ def _about_call(error: InvalidRequest, name: str) -> InvalidRequest:
     return error
 
 
-def _chat_tool(tool: Any, name: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-        _fail(name, '{"type": "function", "name": …, "parameters": …}')
-    if tool["type"] != "function":
-        raise _unsupported(f"{name}.type", "this server runs no tools; it has functions, which the client runs")
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
-    if not isinstance(function.get("strict"), bool | None):
-        _fail(f"{name}.strict", "true or false")
-    return {"type": "function", "function": function}
-
-
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        _fail("metadata", f"an object with at most {MAX_METADATA} members")
+        fail("metadata", f"an object with at most {MAX_METADATA} members")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             rule = f"{MAX_METADATA_KEY_CHARS} characters, their values at most {MAX_METADATA_VALUE_CHARS}"
@@ -418,11 +419,3 @@ def in_own_words(text: str) -> str:
     for pattern, name in _RENAMED:
         text = pattern.sub(name, text)
     return text
-
-
-def _unsupported(name: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is not supported: {reason}", field=name, code="unsupported_parameter")
-
-
-def _fail(name: str, rule: str) -> Never:
-    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")

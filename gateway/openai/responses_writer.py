@@ -26,6 +26,7 @@ from gateway.openai.answers import (
     ResponseUsage,
 )
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
+from gateway.openai.responses_tools import own_names
 from gateway.openai.writer import Head, Whole, Writer, shown_logprobs
 from gateway.types import Delta, TokenLogprobs, Usage
 
@@ -50,6 +51,7 @@ class Item(msgspec.Struct, kw_only=True):
     id: str
     index: int
     name: str = ""
+    namespace: str = ""
     call_id: str = ""
     status: str = "in_progress"
     texts: list[str] = msgspec.field(default_factory=list)
@@ -71,7 +73,8 @@ class Item(msgspec.Struct, kw_only=True):
         """Returns the item as it is now."""
         document: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == FUNCTION_CALL:
-            return {**document, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+            named = {"namespace": self.namespace, "name": self.name} if self.namespace else {"name": self.name}
+            return {**document, "call_id": self.call_id, **named, "arguments": self.text}
         content = [self.part()] if self.texts or self.status != "in_progress" else []
         if self.kind == REASONING:
             return {**document, "summary": [], "content": content}
@@ -104,6 +107,7 @@ class ResponsesWriter(Writer):
         self._request_id = head.request_id
         self._head = _head(request, head)
         self._call_id = parts.call_id
+        self._own_names = own_names(request.tools or ())
         self._parser = parts.parser(0)
         self._is_parallel = request.parallel_tool_calls is not False
         self._reasoning = ReasoningTokens(tokenizer, parts.parser(0)) if tokenizer.has_reasoning else None
@@ -215,7 +219,9 @@ class ResponsesWriter(Writer):
         index = len(self._items)
         digits = hashlib.sha256(f"{self._request_id}/{index}".encode()).hexdigest()
         item_id = f"{_ID_PREFIXES[kind]}_{digits[:24]}"
-        item = self._open = Item(kind=kind, id=item_id, index=index, name=name, call_id=call_id)
+        namespace, name = self._own_names.get(name, ("", name))
+        item = Item(kind=kind, id=item_id, index=index, name=name, namespace=namespace, call_id=call_id)
+        self._open = item
         self._items.append(item)
         self._event("response.output_item.added", output_index=index, item=item.document())
         if kind != FUNCTION_CALL:

@@ -95,6 +95,8 @@ _EARLIER_CALL = _object(
     {"function": _object({"name": _FUNCTION_NAME, "arguments": {**_TEXT, "description": "A JSON object."}})},
     {"id": {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_NAME_CHARS}, "type": _FUNCTION},
 )
+PREFIXES = ("prefix", "partial")
+"""Members of a last message that ask for its continuation."""
 _MESSAGE = _object(
     {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
     {
@@ -106,6 +108,7 @@ _MESSAGE = _object(
             "description": "Needed in a tool's message: the id of a call of an assistant's message before it.",
         },
         "reasoning_content": {"description": "In an assistant's message: a text."},
+        **{name: {"type": ["boolean", "null"], "description": "As `continue_final_message`."} for name in PREFIXES},
     },
     description="One message. Only an assistant's may do without `content`; parts are joined by line breaks.",
 )

@@ -67,13 +67,13 @@ _BODY: Mapping[str, Word] = {
     "verbosity": Refused("use /v1/chat/completions, or text.verbosity of /v1/responses", ("medium",)),
     "web_search_options": Refused("this server runs no tools"),
     # vLLM's
-    "add_generation_prompt": Refused("the prompt ends where the assistant's answer begins", (True,)),
+    "add_generation_prompt": Refused("use /v1/chat/completions", (True,)),
     "add_special_tokens": Refused("send token ids as prompt", (True,)),
     "allowed_token_ids": Refused(_NO_TOKENS),
     "bad_words": Refused(_NO_TOKENS, ([],)),
     "chat_template": Refused("the model's own template is used; use /v1/completions with a prompt of your own"),
     "chat_template_kwargs": Refused("use /v1/chat/completions", ({},)),
-    "continue_final_message": Refused("use /v1/completions", (False,)),
+    "continue_final_message": Refused("use /v1/chat/completions", (False,)),
     "documents": Refused("put them into messages", ([],)),
     "early_stopping": Refused("there is no beam search", (False,)),
     "echo": Refused("use /v1/completions", (False,)),
@@ -195,9 +195,12 @@ _MESSAGE: Mapping[str, Word] = {
     "cache_control": Harmless("prompts are cached whatever it says"),
     "function_call": Refused("use tool_calls"),
     "images": Refused(_TEXT_ONLY, ([],)),
-    "partial": Refused("an assistant's message cannot be continued; use /v1/completions", (False,)),
-    "prefix": Refused("an assistant's message cannot be continued; use /v1/completions", (False,)),
     "refusal": Refused("write it as content", ("",)),
+}
+_ITEM: Mapping[str, Word] = {
+    **_MESSAGE,
+    "partial": Refused("use /v1/chat/completions", (False,)),
+    "prefix": Refused("use /v1/chat/completions", (False,)),
 }
 _PART: Mapping[str, Word] = {
     "annotations": Harmless("they say nothing to a model"),
@@ -226,7 +229,7 @@ WORDS: Mapping[str, Mapping[str, Word]] = {
     "structured_outputs": _STRUCTURED,
     "tools": _TOOL,
     "reasoning": _REASONING,
-    "input": _MESSAGE,
+    "input": _ITEM,
     "input.content": _PART,
 }
 """The members by the place of the object that has them; the first place is the body itself."""
@@ -236,7 +239,9 @@ INNER_FIELDS: Mapping[str, frozenset[str]] = {
     "response_format.json_schema": frozenset({"name", "schema", "strict", "description"}),
     "stream_options": frozenset({"include_usage", "continuous_usage_stats", "include_obfuscation"}),
     "structured_outputs": frozenset({"json", "json_object", "regex", "choice", "grammar"}),
-    "messages": frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}),
+    "messages": frozenset(
+        {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "prefix", "partial"}
+    ),
     "messages.content": frozenset({"type", "text"}),
     "messages.tool_calls": frozenset({"id", "type", "function"}),
     "messages.tool_calls.function": frozenset({"name", "arguments"}),
@@ -246,7 +251,7 @@ INNER_FIELDS: Mapping[str, frozenset[str]] = {
     "text.format": frozenset({"type", "name", "schema", "strict", "description"}),
     "input": frozenset(
         {"type", "role", "content", "id", "status", "call_id", "name", "arguments", "output", "summary"}
-        | {"encrypted_content", "phase"}
+        | {"encrypted_content", "phase", "namespace"}
     ),
     "input.content": frozenset({"type", "text", "logprobs"}),
 }
@@ -330,5 +335,5 @@ def _place(name: str) -> _Place:
 
 
 _PLACES = {name: _place(name) for name in _WITH_INNER}
-_OWN_TOOLS = _Place("tools", frozenset({"type", "name", "description", "parameters", "strict"}))
+_OWN_TOOLS = _Place("tools", frozenset({"type", "name", "description", "parameters", "strict", "tools"}))
 """The members of tools on /v1/responses."""

@@ -6,6 +6,7 @@ The answers of the chat and completions APIs are `gateway.openai.answers`, which
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from gateway.openai.answers import Exact
 from gateway.topology.troubles import Kind
@@ -121,6 +122,7 @@ class Tokens(Exact):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class Text(Exact):
