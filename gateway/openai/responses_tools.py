@@ -11,8 +11,8 @@ from gateway.models.conversation import check_function_name
 from services.runtime.errors import InvalidRequest
 
 LEFT_OUT = frozenset(
-    ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search")
-    + ("code_interpreter", "image_generation", "mcp", "tool_search")
+    {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"}
+    | {"file_search", "code_interpreter", "image_generation", "mcp", "tool_search"}
 )
 """Types of tools that run on the server; a model that is not told of them answers without them."""
 _MEMBERS = ("name", "description", "parameters", "strict")

@@ -335,5 +335,6 @@ def _place(name: str) -> _Place:
 
 
 _PLACES = {name: _place(name) for name in _WITH_INNER}
-_OWN_TOOLS = _Place("tools", frozenset({"type", "name", "description", "parameters", "strict", "tools"}))
+_OWN_TOOL = frozenset({"type", "name", "description", "parameters", "strict"})
+_OWN_TOOLS = _Place("tools", _OWN_TOOL | {"tools"}, (("tools", _Place("tools.tools", _OWN_TOOL)),))
 """The members of tools on /v1/responses."""

@@ -71,6 +71,52 @@ async def test_bad_tokens_request(system, row):
     assert error_of(response)["param"].partition("[")[0] == field
 
 
+BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello wor"}]
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ({}, "<|assistant|>\nhello wor<|end|>\n<|assistant|>\n"),
+        ({"add_generation_prompt": False}, "<|assistant|>\nhello wor<|end|>\n"),
+        ({"continue_final_message": True}, "<|assistant|>\nhello wor"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "<|assistant|>\nhello wor"),
+    ],
+)
+async def test_a_prompt_ends_where_it_is_asked_to(system, tokenizer, more, end):
+    counted = (await system.http.post("/tokenize", json={"messages": BEGUN, **more})).json()
+    assert tokenizer.decode(counted["tokens"], skip_special_tokens=False).endswith(end)
+    assert (await system.http.post("/v1/chat/completions", json={"messages": BEGUN, **more})).status_code == 200
+    assert list(system.workers["decode-0"].attempts[-1].spec.prompt_token_ids) == counted["tokens"]
+
+
+@pytest.mark.parametrize("word", ["prefix", "partial"])
+async def test_a_last_message_may_say_itself_that_it_is_continued(system, tokenizer, word):
+    begun = [BEGUN[0], {**BEGUN[1], word: True}]
+    assert (await system.http.post("/v1/chat/completions", json={"messages": begun})).status_code == 200
+    prompt = system.workers["decode-0"].attempts[-1].spec.prompt_token_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("hello wor")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": BEGUN[:1], "continue_final_message": True}, "messages"),
+        ({"messages": [{**BEGUN[1], "prefix": True}, BEGUN[0]]}, "messages[0].prefix"),
+        ({"messages": [BEGUN[0], {**BEGUN[1], "prefix": "yes"}]}, "messages[1].prefix"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+async def test_what_cannot_be_continued_is_refused(system, path, body, field):
+    assert error_of(await system.http.post(path, json=body))["param"] == field
+
+
+async def test_tokens_come_with_their_names_in_the_vocabulary(system, tokenizer):
+    answer = (await system.http.post("/tokenize", json={"prompt": "hello wörld", "return_token_strs": True})).json()
+    assert answer["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in answer["tokens"]]
+
+
 async def test_tokens_of_a_model_that_is_not_there(system):
     response = await system.http.post("/tokenize", json={"model": "nope", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from gateway.models.chat_template import compile_template, names_in, reads_tools
+from gateway.models.chat_template import CONTINUES, compile_template, names_in, reads_tools
 from gateway.models.model_files import ModelFiles, read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from services.runtime.errors import InvalidRequest, ModelError
@@ -63,3 +63,29 @@ def test_no_template_at_all():
     with pytest.raises(ModelError, match="not valid Jinja"):
         compile_template("{% for %}")
     assert names_in("{% for %}") == frozenset()
+
+
+BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well, "}]
+
+
+@pytest.mark.parametrize("content", ["Well,", "<|end|> 🙂", "a" * 5000])
+async def test_an_answer_continues_the_last_message_as_in_transformers(model_folder, reference, content):
+    chat = [BEGUN[0], {**BEGUN[1], "content": content}]
+    token_ids = await ModelTokenizer(read_model_files(model_folder)).encode_chat(chat, more={CONTINUES: True})
+    text = reference.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+    assert reference.decode(token_ids) == text
+
+
+@pytest.mark.parametrize(("content", "ends"), [("Well, ", "\nWell, "), ("", "<|assistant|>\n")])
+async def test_white_space_at_the_end_stays_and_a_message_may_be_empty(model_folder, reference, content, ends):
+    model = ModelTokenizer(read_model_files(model_folder))
+    token_ids = await model.encode_chat([BEGUN[0], {**BEGUN[1], "content": content}], more={CONTINUES: True})
+    assert reference.decode(token_ids).endswith(ends)
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[1].content * 2 }}"])
+async def test_a_template_that_does_not_show_the_message_once_cannot_continue_it(model_folder, source):
+    files = read_model_files(model_folder)
+    model = ModelTokenizer(ModelFiles(files.folder, files.facts, files.tokenizer_json, source, files.special_tokens))
+    with pytest.raises(InvalidRequest):
+        await model.encode_chat(BEGUN, more={CONTINUES: True})

@@ -133,12 +133,12 @@ def test_inner_members(place):
             assert parsed(place, {name: value})[1] == []
 
 
-async def test_a_message_to_be_continued_is_refused_by_its_place(system):
-    messages = [*OK, {"role": "assistant", "content": "He", "prefix": True}]
-    error = (await post(system, "/v1/chat/completions", messages=messages)).json()["error"]
-    assert (error["param"], error["code"]) == ("messages[1].prefix", "unsupported_parameter")
-    messages[1]["prefix"] = False
-    assert (await post(system, "/v1/chat/completions", messages=messages)).status_code == 200
+async def test_an_inner_member_is_refused_by_its_place(system):
+    items = [*OK, {"role": "assistant", "content": "He", "prefix": True}]
+    error = (await post(system, "/v1/responses", input=items)).json()["error"]
+    assert (error["param"], error["code"]) == ("input[1].prefix", "unsupported_parameter")
+    items[1]["prefix"] = False
+    assert (await post(system, "/v1/responses", input=items)).status_code == 200
 
 
 def test_at_most_so_many_are_named_and_each_once():
