@@ -130,7 +130,11 @@ def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] |
         # Templates write the special tokens themselves; a second set would be another prompt than is used.
         raise _misplaced("add_special_tokens", "prompt", "messages")
     words = template_words_in(request.chat_template_kwargs or {}, "chat_template_kwargs")
-    prompt_end = end_of_prompt(request.messages, request.continue_final_message, request.add_generation_prompt)
+    prompt_end = end_of_prompt(
+        request.messages,
+        continues=request.continue_final_message,
+        has_generation_prompt=request.add_generation_prompt,
+    )
     return request, offered_tools(request.tools, None), {**words, **prompt_end}
 
 

@@ -54,7 +54,7 @@ GENERATION_PROMPT = said(
 
 
 def end_of_prompt(
-    messages: Sequence[Any], continues: bool | None, has_generation_prompt: bool | None
+    messages: Sequence[Any], *, continues: bool | None, has_generation_prompt: bool | None
 ) -> dict[str, Any]:
     """Returns the variables of the chat template that say where a prompt ends. Raises InvalidRequest.
 
@@ -126,7 +126,11 @@ class ChatRequest(ChoicesRequest, kw_only=True):
         sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
         call = self.begun_call("chat", sampling)
         call.messages, call.prompt_field = self.messages, "messages"
-        prompt_end = end_of_prompt(self.messages, self.continue_final_message, self.add_generation_prompt)
+        prompt_end = end_of_prompt(
+            self.messages,
+            continues=self.continue_final_message,
+            has_generation_prompt=self.add_generation_prompt,
+        )
         call.template_words, call.template_fields = {**words, **prompt_end}, fields
         call.tools = tools
         call.must_call = forced_names(tools, self.tool_choice)
