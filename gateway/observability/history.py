@@ -57,7 +57,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     worker or not, and `way_us` its own. `rival` is the decode worker that came second, for `rival_us` in all.
     `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
     `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens). `failure`: what
-    ended the attempt before the answer was complete.
+    ended the attempt before the answer was complete. `uncorrected_us`: both predictions before earlier ones corrected
+    them (0: they were not).
     """
 
     began_us: int
@@ -83,6 +84,12 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     failure: str = ""
     predicted_second_us: int = 0
     predicted_exposed_us: int = 0
+    uncorrected_us: tuple[int, int] = (0, 0)
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """The workers that its first tokens come from: prefill, empty where the other one computes all, and decode."""
+        return self.prefill if self.is_remote else "", self.decode
 
 
 class AnswerStory(msgspec.Struct, omit_defaults=True):
@@ -106,6 +113,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         inputs = route.inputs
         costs_s = inputs.get("remote_cost_s"), inputs.get("local_cost_s")
         way_s, other_s = costs_s if route.is_remote else costs_s[::-1]
+        first_s, second_s = route.uncorrected_s or (0.0, 0.0)
         attempt = AttemptStory(
             began_us,
             placed_us,
@@ -123,6 +131,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             {name: _us(inputs[name]) or 0 for name in _PARTS if inputs.get(name)},
             predicted_second_us=_us(route.predicted_second_s) or 0,
             predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
+            uncorrected_us=(_us(first_s) or 0, _us(second_s) or 0),
         )
         self._add(attempt)
 

@@ -108,12 +108,14 @@ class AnswerObserver:
         trace.num_attempts += 1
         trace.enter("prefill")
         self._note_workers(attempt)
+        prefill = attempt.prefill.peer.worker_id if attempt.prefill is not None else ""
+        promised = self._sinks.promises.corrected(route, prefill)
         if self.spans is not None:
-            self.spans.placed(attempt.facts, route, asked_s=asked_s, predicted_queue_s=queue_delay_s)
+            self.spans.placed(attempt.facts, promised, asked_s=asked_s, predicted_queue_s=queue_delay_s)
         trace.story.note_route(
-            route,
+            promised,
             rival_of(request.routes, route),
-            prefill=attempt.prefill.peer.worker_id if attempt.prefill is not None else "",
+            prefill=prefill,
             began_us=round((asked_s - spec.arrived_s) * 1e6),
             placed_us=trace.waterfall.steps[-1][1],
         )

@@ -1,5 +1,5 @@
-"""When an answer's first and second token were expected and when they came: a metric, and a warning where it is far
-off.
+"""When an answer's first and second token were expected and when they came: a metric, a warning where it is far off,
+and what the next predictions learn from it.
 
 The second token is the first one that needs the prompt's pages at the decode worker, so it tells whether the price of
 the link was true. Knows no request.
@@ -11,6 +11,8 @@ from gateway.observability.history import AttemptStory
 from gateway.observability.metrics import Metrics
 from services.runtime.clock import Clock
 from services.runtime.logs import LineBudget
+from services.scheduling.corrections import Corrections
+from services.scheduling.routing.route import Route
 
 FAR_RATIO, FAR_S = 2.0, 1.0
 """A token is far from its prediction where it is off by more than both."""
@@ -30,16 +32,28 @@ class Promises:
         self._clock = clock
         self._budget = LineBudget(per_s=WARNINGS_PER_S, burst=WARNINGS_BURST)
         self._warned_s: dict[tuple[str, str], float] = {}
+        self._corrections = Corrections(), Corrections()
+        """Those of first and of second tokens."""
+
+    def corrected(self, route: Route, prefill: str) -> Route:
+        """Returns the route that workers have taken, its predictions corrected by how earlier ones turned out.
+
+        `prefill`: the worker that computes the prompt, if it is not the decode worker. The choice of a route does not
+        use corrections: a worker whose requests met with an accident would get none, and so never show that it is over.
+        """
+        way = prefill if route.is_remote else "", route.decode.worker_id
+        first, second = self._corrections
+        return route.corrected(first.factor(way, route.predicted_ttft_s), second.factor(way, route.predicted_second_s))
 
     def note(self, model: str, attempt: AttemptStory, seen_s: float, *, is_second: bool) -> None:
         """Notes that an answer's first or second token came `seen_s` after its only attempt was offered to workers."""
         predicted_s = (attempt.predicted_second_us if is_second else attempt.predicted_ttft_us) / 1e6
         self._metrics.note_prediction(model, "second" if is_second else "first", predicted_s, seen_s)
+        self._corrections[is_second].observe(attempt.way, attempt.uncorrected_us[is_second] / 1e6, seen_s)
         if not is_second or not is_far(predicted_s, seen_s):
             return
-        # The decode worker may have computed the prompt itself.
-        prefill, decode = attempt.prefill if attempt.is_remote else "", attempt.decode
-        now_s, pair = self._clock.monotonic(), (prefill, decode)
+        prefill, decode = pair = attempt.way
+        now_s = self._clock.monotonic()
         if now_s - self._warned_s.get(pair, -PAIR_S) < PAIR_S or not self._budget.take(now_s):
             return
         if len(self._warned_s) >= MAX_PAIRS:  # workers come and go

@@ -17,7 +17,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
 
     The second token needs the pages at the decode worker; a part of their way is hidden behind the computation.
     `num_cached_tokens` is what is reused where the prompt is computed. `inputs` are the terms of the price, for the
-    `route` span.
+    `route` span. `uncorrected_s`: the predictions of both tokens before earlier ones corrected them.
     """
 
     decode: WorkerView
@@ -29,6 +29,17 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     num_cached_tokens: int
     inputs: Mapping[str, float | int | str]
     predicted_second_s: float = 0.0
+    uncorrected_s: tuple[float, float] | None = None
+
+    def corrected(self, first: float, second: float) -> "Route":
+        """Returns the route with its predictions of the first and the second token multiplied by these factors."""
+        first_s, second_s = self.predicted_ttft_s, self.predicted_second_s
+        return msgspec.structs.replace(
+            self,
+            predicted_ttft_s=first * first_s,
+            predicted_second_s=max(first * first_s, second * second_s) if second_s else 0.0,
+            uncorrected_s=(first_s, second_s),
+        )
 
 
 class Routes(Sequence[Route], Generic[T]):

@@ -21,7 +21,7 @@ from gateway.observability.history import (
     reasons,
 )
 from services.scheduling.overload import Targets
-from services.scheduling.routing.route import rival_of
+from services.scheduling.routing.route import Route, rival_of
 from services.scheduling.routing.router import Router
 from services.scheduling.routing.views import RouteRequest, WorkerView
 
@@ -213,17 +213,8 @@ def test_what_workers_say_that_cannot_be_is_left_out() -> None:
 def test_names_of_nobody_are_no_mistake() -> None:
     """Terms of other policies' prices are told as far as the route has them, also where it has none at all."""
     decode = cast(Any, SimpleNamespace(worker_id="d"))
-    route = SimpleNamespace(
-        decode=decode,
-        prefills=(),
-        is_remote=False,
-        reason="x",
-        predicted_ttft_s=0.0,
-        predicted_second_s=0.0,
-        num_cached_tokens=0,
-        inputs={},
-    )
+    route = Route(decode, (), False, "x", 0.0, 0.0, 0, {})
     story = AnswerStory([("queue", 0)])
-    story.note_route(cast(Any, route), None, prefill="", began_us=0, placed_us=0)
+    story.note_route(route, None, prefill="", began_us=0, placed_us=0)
     assert reasons(story.attempts[0], 1) == ["x"]
     assert parts(story.attempts[0]) == {}

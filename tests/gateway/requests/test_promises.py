@@ -6,9 +6,11 @@ import logging
 
 import pytest
 
-from gateway.observability.history import AttemptStory
+from gateway.observability.history import AnswerStory, AttemptStory
 from gateway.observability.metrics import Metrics
 from gateway.requests.promises import PAIR_S, WARNINGS_BURST, Promises, is_far
+from services.scheduling.routing.route import Route
+from services.scheduling.routing.views import WorkerView
 
 
 class HandClock:
@@ -83,3 +85,36 @@ def test_what_is_nearly_right_is_counted_only(promises: Promises, caplog: pytest
 )
 def test_far_is_far_in_seconds_and_in_proportion(predicted_s: float, seen_s: float, expected: bool) -> None:
     assert is_far(predicted_s, seen_s) is expected
+
+
+def route(*, decode: str = "decode-0", is_remote: bool = True) -> Route:
+    view = WorkerView(decode, "1", 100, 100, 0, 0, 4096)
+    return Route(view, (), is_remote, "remote_is_cheaper", 0.1, 0.01, 0, {}, 0.2)
+
+
+def teach(promises: Promises, taken: Route, *, first_s: float, second_s: float, times: int = 3) -> None:
+    """Has predictions of this route turn out like this."""
+    for _ in range(times):
+        story = AnswerStory([])
+        promised = promises.corrected(taken, "prefill-0")
+        story.note_route(promised, None, prefill="prefill-0", began_us=0, placed_us=0)
+        promises.note("m", story.attempts[0], first_s, is_second=False)
+        promises.note("m", story.attempts[0], second_s, is_second=True)
+
+
+def test_predictions_learn_from_how_earlier_ones_of_the_same_workers_turned_out(promises: Promises) -> None:
+    assert promises.corrected(route(), "prefill-0").predicted_ttft_s == 0.1
+    teach(promises, route(), first_s=0.15, second_s=0.4, times=12)
+    promised = promises.corrected(route(), "prefill-0")
+    assert promised.predicted_ttft_s == pytest.approx(0.15)
+    assert promised.predicted_second_s == pytest.approx(0.4)
+    assert promised.uncorrected_s == (0.1, 0.2)
+    for other, prefill in ((route(decode="decode-1"), "prefill-0"), (route(), "prefill-1")):
+        assert promises.corrected(other, prefill).predicted_second_s == 0.2
+    assert promises.corrected(route(is_remote=False), "prefill-0").predicted_second_s == 0.2, "nothing goes that way"
+
+
+def test_a_second_token_is_never_expected_before_the_first(promises: Promises) -> None:
+    teach(promises, route(), first_s=0.25, second_s=0.12, times=6)
+    promised = promises.corrected(route(), "prefill-0")
+    assert promised.predicted_ttft_s == promised.predicted_second_s == pytest.approx(0.25)
