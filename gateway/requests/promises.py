@@ -49,7 +49,8 @@ class Promises:
         """Notes that an answer's first or second token came `seen_s` after its only attempt was offered to workers."""
         predicted_s = (attempt.predicted_second_us if is_second else attempt.predicted_ttft_us) / 1e6
         self._metrics.note_prediction(model, "second" if is_second else "first", predicted_s, seen_s)
-        self._corrections[is_second].observe(attempt.way, attempt.uncorrected_us[is_second] / 1e6, seen_s)
+        uncorrected_s = attempt.uncorrected_us[is_second] / 1e6
+        self._corrections[is_second].observe(attempt.way, predicted_s=uncorrected_s, seen_s=seen_s)
         if not is_second or not is_far(predicted_s, seen_s):
             return
         prefill, decode = pair = attempt.way

@@ -31,7 +31,7 @@ class Corrections:
         self._ratios: dict[Hashable, deque[tuple[float, float]]] = {}
         """By way: the logarithms of each prediction and of its ratio, the newest last."""
 
-    def observe(self, way: Hashable, predicted_s: float, seen_s: float) -> None:
+    def observe(self, way: Hashable, *, predicted_s: float, seen_s: float) -> None:
         """Notes that something predicted to take `predicted_s`, uncorrected, took `seen_s`.
 
         Times that are not positive say nothing and are left out.

@@ -14,7 +14,7 @@ def taught(*pairs, way="way"):
     """Corrections that have seen these (predicted, seen) seconds."""
     corrections = Corrections()
     for predicted_s, seen_s in pairs:
-        corrections.observe(way, predicted_s, seen_s)
+        corrections.observe(way, predicted_s=predicted_s, seen_s=seen_s)
     return corrections
 
 
@@ -37,7 +37,7 @@ def test_a_change_is_believed_when_most_of_those_that_count_agree():
     for number in range(NUM_COUNTED):
         is_most = number > (NUM_COUNTED + 1) // 2
         assert corrections.factor("way", 0.1) == (pytest.approx(1.5) if is_most else 1.0)
-        corrections.observe("way", 0.1, 0.15)
+        corrections.observe("way", predicted_s=0.1, seen_s=0.15)
 
 
 def test_short_and_long_predictions_have_factors_of_their_own():
@@ -51,9 +51,9 @@ def test_ways_are_apart_and_those_not_heard_of_for_longest_are_forgotten():
     corrections = taught((0.1, 0.2), (0.1, 0.2), way="old")
     assert corrections.factor("new", 0.1) == 1.0
     for number in range(MAX_WAYS - 1):
-        corrections.observe(number, 0.1, 0.1)
-    corrections.observe("old", 0.1, 0.2)
-    corrections.observe("one more", 0.1, 0.1)
+        corrections.observe(number, predicted_s=0.1, seen_s=0.1)
+    corrections.observe("old", predicted_s=0.1, seen_s=0.2)
+    corrections.observe("one more", predicted_s=0.1, seen_s=0.1)
     assert corrections.factor("old", 0.1) == pytest.approx(2.0)
     assert 0 not in corrections._ratios
     assert len(corrections._ratios) == MAX_WAYS
@@ -79,7 +79,7 @@ def test_what_a_prediction_leaves_out_is_learnt_within_ten_requests():
         predicted_s = 0.08 if number % 2 else 0.27
         seen_s = 0.005 + predicted_s * chance.uniform(1.2, 1.5) + (1.0 if chance.random() < 0.1 else 0.0)
         corrected_s = predicted_s * corrections.factor("way", predicted_s)
-        corrections.observe("way", predicted_s, seen_s)
+        corrections.observe("way", predicted_s=predicted_s, seen_s=seen_s)
         if number >= 10 and seen_s < 1.0:
             off.append(abs(seen_s - corrected_s) / max(seen_s, corrected_s))
     assert max(off) < 0.25
