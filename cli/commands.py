@@ -6,19 +6,26 @@ subcommand that is asked for is imported, as some of them take long.
 
 import argparse
 import importlib
+import os
 import textwrap
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from services.runtime.config import Parser, add_settings, did_you_mean, parse, read
+from services.runtime.config import Filed, Parser, add_settings, did_you_mean, parse, read
 from services.runtime.errors import ConfigError
+from services.runtime.settings_file import DEFAULT, VARIABLE, read_settings_file
 from services.runtime.version import version
 
 SERVE, WATCH, USE, PREPARE = "serve", "watch", "use", "prepare"
 COMMANDS = {
+    "serve": (SERVE, "serve a model by its name or folder: as up, with the model first"),
     "up": (SERVE, "start Redis, a gateway, prefill and decode workers here, and keep them running"),
+    "scale": (SERVE, "change the number of workers of a running up"),
+    "drain": (SERVE, "have a worker of a running up finish what it runs, and end"),
     "status": (WATCH, "show the workers of a running cluster"),
     "top": (WATCH, "watch a gateway: its workers, figures and requests, each second"),
+    "logs": (WATCH, "show the logs of a running up, in the order of time"),
     "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
     "probe": (WATCH, "ask a process whether it lives or is ready, for a container's health"),
     "chat": (USE, "talk to a running cluster"),
@@ -29,8 +36,9 @@ COMMANDS = {
 WORDS = {"help": "--help", "version": "--version"}
 """Flags that may be given as if they were commands."""
 EXAMPLES = """\
-`tandem COMMAND --help` explains a command's flags. Every flag is also an environment variable: --http-port is
-TANDEM_HTTP_PORT. Exit codes: 0 clean, 2 bad arguments or model, 1 otherwise.
+`tandem COMMAND --help` explains a command's flags. Every flag is also an environment variable, and a line of a settings
+file: --http-port is TANDEM_HTTP_PORT, and `http-port = 8000` below [up] in tandem.toml. Exit codes: 0 clean, 2 bad
+arguments or model, 1 otherwise.
 
 examples:
   tandem up                                     the demo model, one prefill and one decode worker
@@ -43,8 +51,8 @@ examples:
 
 S = TypeVar("S")
 
-_RUN = " run"
-"""A name that no setting has, under which a parser keeps what its command does."""
+_RUN, _CONFIG = " run", " config"
+"""Names that no setting has, under which a parser keeps what its command does, and the file of its settings."""
 
 
 class CommandParser(Parser):
@@ -69,12 +77,20 @@ class CommandParser(Parser):
             self.commands[name] = self._group.add_parser(name)
         return self.commands[name]
 
-    def runs(self, settings_class: type[S], function: Callable[[S], int]) -> None:
-        """Has the command read these settings and call the function, which returns the exit code."""
+    def runs(self, settings_class: type[S], function: Callable[[S], int], *, table: str = "") -> None:
+        """Has the command read these settings and call the function, which returns the exit code.
+
+        `table`: of the settings file, where it is not called as the command.
+        """
         self.settings = settings_class
         self.description = (settings_class.__doc__ or "").strip()
         add_settings(self, settings_class)
-        self.set_defaults(**{_RUN: lambda given: function(read(settings_class, given))})
+        words = f"TOML file of settings; {DEFAULT} of the current folder if not given. [{VARIABLE}]"
+        self.add_argument("--config", dest=_CONFIG, metavar="FILE", help=words)
+        name = table or self.prog.partition(" ")[2]
+        self.set_defaults(
+            **{_RUN: lambda given: function(read(settings_class, given, filed=_filed(given[_CONFIG], name)))}
+        )
 
 
 def command_line(filled: Collection[str]) -> CommandParser:
@@ -113,6 +129,15 @@ def _check_names(parser: CommandParser, words: Sequence[str]) -> None:
             guess = did_you_mean(word, parser.commands) or f"; it must be one of {', '.join(parser.commands)}"
             raise ConfigError(f"{parser.prog} has no command {word!r:.100}{guess}")
         parser = parser.commands[word]
+
+
+def _filed(given: str | None, command: str) -> dict[str, Filed]:
+    """What the settings file says of a command; nothing where no file is named and none is here."""
+    named = given or os.environ.get(VARIABLE)
+    path = Path(named or DEFAULT)
+    if named is None and not path.is_file():
+        return {}
+    return read_settings_file(path, command, commands=COMMANDS)
 
 
 def _groups() -> str:

@@ -101,6 +101,13 @@ class Supervisor:
             if task.done():
                 task.result()  # a failure of the keeper itself is raised here
 
+    async def retire(self, names: Iterable[str], *, grace_s: float) -> None:
+        """Ends these children for good: they are no longer among `children`, and may be started anew."""
+        names = list(names)
+        await self.stop(names, grace_s=grace_s)
+        for name in names:
+            self.children.pop(name, None)
+
     def kill_all(self) -> None:
         """Ends every child at once and starts none again; does not wait."""
         for child in self.children.values():

@@ -5,19 +5,16 @@ Knows what must run and in which order it starts and ends; how a process is kept
 
 import asyncio
 import errno
+import functools
 import os
-import shutil
-import signal
 import socket
 import ssl
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
@@ -27,7 +24,6 @@ from cli.children import (
     SOURCE_ROOT,
     WORKER_HOST,
     Addresses,
-    ChildSpec,
     ModelPlan,
     child_environment,
     gateway_spec,
@@ -35,29 +31,30 @@ from cli.children import (
     worker_specs,
 )
 from cli.commands import CommandParser
+from cli.control import Order, socket_path, taking_orders
 from cli.cores import this_machine
+from cli.fleet import Fleet
 from cli.gpus import visible_gpus
-from cli.log_files import make_private_folder
+from cli.log_lines import for_people
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from cli.supervisor import Child, Supervisor
+from cli.up_scopes import early_signals, end_signals, log_folder, own_redis, pid_file
 from cli.up_settings import UpSettings
 from gateway.access.keys import digest_of_key, new_key, read_keys
 from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
 from services.runtime import extras, last_words, service_manager
-from services.runtime.addresses import join_host_port
+from services.runtime.addresses import is_loopback, join_host_port
 from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
+from services.runtime.logs import wants_colour
 from services.runtime.process import watched
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
 from worker.vllm.installed import interpreter_with_vllm
 
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""SIGHUP: the terminal was closed."""
 POLL_S = 0.1
 SLOW_POLL_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -88,8 +85,8 @@ def run(settings: UpSettings) -> int:
 
     Raises ModelError, ConfigError, PortTaken or StoreUnavailable where the cluster cannot be started.
     """
-    with _early_signals() as early_signals:
-        return _run(settings, early_signals)
+    with early_signals() as came:
+        return _run(settings, came)
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
@@ -98,9 +95,11 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
     if gateway.api_keys is not None:
         read_keys(gateway.api_keys)
     check_certificate(settings, plans)
+    if (open_to_all := open_address(settings)) is not None:
+        print(open_to_all, file=sys.stderr)
     http_port = claim_port(settings.host, gateway.http_port, flag="--http-port")
     grpc_port = claim_port(settings.host, gateway.grpc_port, flag="--grpc-port", taken=http_port)
-    with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
+    with log_folder(settings.log_dir) as logs, pid_file(settings.pid_file), own_redis(settings) as redis:
         redis_url = settings.redis if redis is None else redis.url
         assert redis_url is not None, "either --redis is given or the embedded one runs"
         key = None if gateway.api_keys is None else new_key()
@@ -133,6 +132,19 @@ def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
     }
     roles = (GATEWAY, *(role for role, number in num_workers.items() if number))
     Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
+
+
+def open_address(settings: UpSettings) -> str | None:
+    """What it means that both APIs can be reached from elsewhere without a key; None where that is not so."""
+    if settings.gateway.api_keys is not None or is_loopback(settings.host):
+        return None
+    words = (
+        "" if settings.gateway.tls is not None else ", and nobody on the way is kept from reading along (--tls-cert)"
+    )
+    return (
+        f"warning: --host {settings.host} lets everybody who reaches this machine use the models and see the dashboard "
+        f"with all requests: no key is asked for (--api-keys){words}"
+    )
 
 
 def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
@@ -175,15 +187,20 @@ class Up:
         self._redis = redis
         self._log_dir = log_dir
         self._policy = policy or RestartPolicy()
-        self._workers = worker_specs(settings, plans, addresses, environment, this_machine(), visible_gpus(environment))
+        here = (addresses, environment, this_machine(), visible_gpus(environment))
+        workers = worker_specs(settings, plans, *here)
+        self._orders_path = functools.partial(socket_path, addresses.http_port)
         self._gateway = gateway_spec(settings, addresses, environment)
         scheme = "http" if settings.gateway.tls is None else "https"
         self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
         self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
-        names = ([REDIS] if redis is not None else []) + [spec.name for spec in self._all_specs]
+        self._first_specs = [self._gateway, *workers]
+        names = ([REDIS] if redis is not None else []) + [spec.name for spec in self._first_specs]
         self._progress = Progress(sys.stderr, names, is_live=sys.stderr.isatty() and not settings.verbose)
         self._supervisor = Supervisor(log_dir=log_dir, on_change=self._on_change, policy=self._policy)
+        unpinned = replace(settings, pin=False)  # cores that are given to running workers stay theirs
+        self._fleet = Fleet(self._supervisor, plans, make_specs=lambda plans: worker_specs(unpinned, plans, *here))
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
 
@@ -194,12 +211,12 @@ class Up:
         """
         if self._redis is not None:
             self._progress.show(REDIS, f"ready (pid {self._redis.pid})", is_done=True)
-        async with _signals(self._on_signal), self._side_tasks():
+        async with end_signals(self._on_signal), self._side_tasks(), self._taking_orders():
             if early_signals:
                 return 0
             service_manager.tell_status(f"starting; logs: {self._log_dir}")
             service_manager.ask_for_time(self._settings.start_timeout + STRAGGLER_GRACE_S)
-            self._supervisor.start(self._all_specs)
+            self._supervisor.start(self._first_specs)
             try:
                 if await self._until_over(self._until_ready()):
                     self._progress.finish()
@@ -211,9 +228,31 @@ class Up:
                 await self._end_all()
         return self._exit_code()
 
-    @property
-    def _all_specs(self) -> list[ChildSpec]:
-        return [self._gateway, *self._workers]
+    @asynccontextmanager
+    async def _taking_orders(self) -> AsyncIterator[None]:
+        """Takes the orders of `tandem drain`, `scale` and `logs`; serving does not depend on them."""
+        orders: dict[str, Order] = {"children": self._tell_children, "drain": self._drain, "scale": self._scale}
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(taking_orders(self._orders_path(), orders))
+            except (OSError, ConfigError) as error:
+                self._progress.note(f"`tandem drain`, `scale` and `logs` cannot reach this cluster: {error}")
+            yield
+
+    async def _tell_children(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._fleet.children()
+
+    async def _drain(self, order: Mapping[str, Any]) -> None:
+        await self._fleet.drain(order["name"], grace_s=order["grace_s"])
+
+    async def _scale(self, order: Mapping[str, Any]) -> dict[str, list[str]]:
+        if port := self._settings.decode_worker.metrics_port:
+            raise ConfigError(
+                f"the ports after --metrics-port {port} are given to workers in order; start with 0 instead"
+            )
+        return await self._fleet.scale(
+            order["model"], prefill=order["prefill"], decode=order["decode"], grace_s=order["grace_s"]
+        )
 
     async def _until_over(self, work: Any) -> bool:
         """Whether `work` came to its end before somebody asked for the end of everything."""
@@ -354,7 +393,8 @@ class Up:
             return offset
         end = new.rfind(b"\n") + 1
         for line in new[:end].decode("utf-8", "replace").splitlines():
-            self._progress.note(f"{child.name} | {line}")
+            shown = for_people(line, is_coloured=wants_colour(sys.stderr)) if sys.stderr.isatty() else line
+            self._progress.note(f"{child.name} | {shown}")
         return offset + end
 
     async def _keep_redis(self, redis: EmbeddedRedis) -> None:
@@ -380,7 +420,7 @@ class Up:
         is_wanted = self._stop.is_set() and not self._supervisor.gave_up.is_set()
         grace_s = self._settings.stop_grace if is_wanted else 0.0
         await self._supervisor.stop([GATEWAY], grace_s=grace_s + GATEWAY_GRACE_S)
-        await self._supervisor.stop([spec.name for spec in self._workers], grace_s=WORKER_GRACE_S)
+        await self._supervisor.stop(list(self._supervisor.children), grace_s=WORKER_GRACE_S)
 
     def _exit_code(self) -> int:
         """0 if a signal ended it; else says on standard error what went wrong."""
@@ -409,85 +449,3 @@ def _sentence(child: Child) -> str:
 def _connectable(host: str) -> str:
     """An address at which a server on `host` answers from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - what a name means, not a bind
-
-
-@dataclass
-class _LogFolder:
-    """Where the children's output goes."""
-
-    path: Path
-    is_worth_keeping: bool = False
-    """Somebody will want to read what is in it, although it is a temporary one."""
-
-
-@contextmanager
-def _log_folder(wanted: Path | None) -> Iterator[_LogFolder]:
-    """The wanted folder, or a temporary one that is removed unless something went wrong."""
-    if wanted is not None:
-        make_private_folder(wanted)
-        yield _LogFolder(wanted)
-        return
-    logs = _LogFolder(Path(tempfile.mkdtemp(prefix="tandem-logs-")))
-    try:
-        yield logs
-    finally:
-        if not logs.is_worth_keeping:
-            shutil.rmtree(logs.path, ignore_errors=True)
-
-
-@contextmanager
-def _pid_file(path: Path | None) -> Iterator[None]:
-    """Holds this process's id in a file while the scope lasts."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{os.getpid()}\n")
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
-    """The embedded Redis, unless another one is given."""
-    if settings.redis is not None:
-        yield None
-        return
-    max_memory_bytes = memory_for(settings.gateway.file_storage, settings.gateway.journal_storage)
-    with EmbeddedRedis(max_memory_bytes=max_memory_bytes) as redis:
-        yield redis
-
-
-@contextmanager
-def _early_signals() -> Iterator[list[int]]:
-    """Collects signals that come before the event loop runs.
-
-    They do not interrupt: between making a file or a process and taking charge of it, nobody would remove it.
-    """
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    previous = {number: signal.signal(number, note) for number in END_SIGNALS}
-    try:
-        yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@asynccontextmanager
-async def _signals(on_signal: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `on_signal` for each signal that means the end; after the scope nothing interrupts the tidying up."""
-    loop = asyncio.get_running_loop()
-    for number in END_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in END_SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)

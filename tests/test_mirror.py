@@ -8,6 +8,10 @@ from pathlib import Path
 from tests.test_house import PACKAGES, ROOT
 
 TESTED_BY = {
+    "cli/drain.py": "cli/test_scale.py",
+    "cli/logs.py": "cli/test_scale.py",
+    "cli/serve.py": "cli/test_commands.py",
+    "cli/up_scopes.py": "cli/test_up.py",
     "services/engine/cpu/decoder.py": "services/engine/test_model.py",
     "services/engine/gpu/decoder.py": "services/engine/gpu/test_gpu_runner.py",
     "services/engine/gpu/graphs.py": "services/engine/gpu/test_gpu_runner.py",

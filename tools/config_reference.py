@@ -16,9 +16,12 @@ sys.path.insert(0, str(ROOT))
 from cli.chat import ChatSettings  # noqa: E402
 from cli.completion import CompletionSettings  # noqa: E402
 from cli.doctor import DoctorSettings  # noqa: E402
+from cli.drain import DrainSettings  # noqa: E402
 from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
+from cli.logs import LogsSettings  # noqa: E402
 from cli.probe import ProbeSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
+from cli.scale import ScaleSettings  # noqa: E402
 from cli.status import StatusSettings  # noqa: E402
 from cli.top import TopSettings  # noqa: E402
 from cli.up_settings import UpSettings  # noqa: E402
@@ -33,6 +36,9 @@ PROGRAMS: dict[str, type[Any]] = {
     "python -m gateway": GatewayConfig,
     "python -m prefill_worker": PrefillWorkerConfig,
     "python -m decode_worker": DecodeWorkerConfig,
+    "tandem scale": ScaleSettings,
+    "tandem drain": DrainSettings,
+    "tandem logs": LogsSettings,
     "tandem status": StatusSettings,
     "tandem top": TopSettings,
     "tandem chat": ChatSettings,
@@ -46,11 +52,26 @@ PROGRAMS: dict[str, type[Any]] = {
 }
 HEAD = """# Configuration
 
-Every setting of every program. A flag wins over the environment variable, and that over the default; an empty variable
-counts as not given. A setting that is true or false is a flag without a value: `--pin`, and `--no-pin` for false. A
-value that breaks its rule ends the program with exit code 2 and says which. Among other variables our code heeds `CXX`
-(compiler of the CPU kernels), `XDG_CACHE_HOME` (where they are kept), `NO_COLOR` (`tandem top`) and `NCCL_HOSTID`. No
-file of settings is looked for.
+Every setting of every program. A flag wins over the environment variable, that over the file of settings, and that over
+the default; an empty variable counts as not given. A setting that is true or false is a flag without a value: `--pin`,
+and `--no-pin` for false. A value that breaks its rule ends the program with exit code 2 and says which. Among other
+variables our code heeds `CXX` (compiler of the CPU kernels), `XDG_CACHE_HOME` (where they are kept), `XDG_RUNTIME_DIR`
+(where `tandem up` listens for `tandem scale`, `drain` and `logs`), `NO_COLOR` and `NCCL_HOSTID`.
+
+Commands of `tandem` read `tandem.toml` in the current folder, or the file that `--config` or `TANDEM_CONFIG` names. It
+has a table for each command, with a line for each setting, as its flag is called; `tandem serve` has those of `[up]`:
+
+```toml
+[up]
+model = "models/Llama-3.2-1B-Instruct"
+decode = 2
+kv-memory = "4GiB"
+pin = false
+api-keys = "keys.toml"
+
+[status]
+url = "https://tandem.example"
+```
 
 This page is written by `tools/config_reference.py` from the code; a test compares them.
 """

@@ -70,22 +70,30 @@ def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapp
     return read(config_class, parse(parser, argv), environ=environ)
 
 
-def read(config_class: type[C], given: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> C:
-    """Builds the settings from the flags' texts by field name, then from TANDEM_* variables, then from defaults.
+def read(
+    config_class: type[C],
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    filed: Mapping[str, "Filed"] | None = None,
+) -> C:
+    """Builds the settings from the flags' texts by field name, from TANDEM_* variables, from a file, from defaults.
 
-    Raises ConfigError naming key, value and rule. What is secret is taken out of the process's environment, so that no
-    child and no crash dump has it; a password on the command line, where it can no longer be hidden, and a variable
-    that is probably misspelt are warned about.
+    The first one that gives a setting counts. Raises ConfigError naming key, value and rule. What is secret is taken
+    out of the process's environment, so that no child and no crash dump has it; a password on the command line, where
+    it can no longer be hidden, and a variable that is probably misspelt are warned about.
     """
     own_environ, environ = environ is None, os.environ if environ is None else environ
     settings, everything = settings_of(config_class), all_settings_of(config_class)
     _warn(everything, given, environ)
-    values = {setting.name: _value(setting, given.get(setting.name), environ) for setting in settings}
+    sources = _Sources(given, environ, filed or {})
+    sources.check({setting.name: setting for setting in everything})
+    values = {setting.name: _value(setting, sources) for setting in settings}
     if (field := _forwarding(config_class)) is not None:
         values[field.name] = {
             setting.name: text
             for setting in everything[len(settings) :]
-            if (text := _checked_text(setting, given.get(setting.name), environ)) is not None
+            if (text := _checked_text(setting, sources)) is not None
         }
     if own_environ:
         for setting in everything:
@@ -267,9 +275,43 @@ def misspelt(environ: Iterable[str], known: Collection[str]) -> list[tuple[str, 
     return found
 
 
-def _value(setting: Setting, given: Any, environ: Mapping[str, str]) -> Any:
-    """Returns the value from the first place that gives one; an empty variable counts as not given."""
-    text, key = _given_text(setting, given, environ)
+@dataclass(frozen=True, slots=True)
+class Filed:
+    """A setting's text as a file gives it, and the words that name the place in errors."""
+
+    text: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What flags, variables and a file say, each by the setting's name or variable."""
+
+    given: Mapping[str, Any]
+    environ: Mapping[str, str]
+    filed: Mapping[str, Filed]
+
+    def check(self, known: Mapping[str, Setting]) -> None:
+        """Refuses names in the file that no setting has. Raises ConfigError, with the most similar one."""
+        for name, filed in self.filed.items():
+            if name not in known:
+                raise ConfigError(f"{filed.place} is not a setting{did_you_mean(name, known)}")
+
+    def text(self, setting: Setting) -> tuple[str | None, str]:
+        """Returns the text from the first place that gives one, or None, and what that place calls the setting.
+
+        An empty variable counts as not given.
+        """
+        given = self.given.get(setting.name)
+        if given is not None:
+            return (",".join(given) if isinstance(given, list) else given), setting.flag or setting.variable
+        if not (text := self.environ.get(setting.variable)) and setting.name in self.filed:
+            return self.filed[setting.name].text, self.filed[setting.name].place
+        return text or None, setting.variable
+
+
+def _value(setting: Setting, sources: _Sources) -> Any:
+    text, key = sources.text(setting)
     if text is not None:
         return setting.parse(text, key)
     if setting.is_required:
@@ -277,15 +319,8 @@ def _value(setting: Setting, given: Any, environ: Mapping[str, str]) -> Any:
     return setting.default
 
 
-def _checked_text(setting: Setting, given: Any, environ: Mapping[str, str]) -> str | None:
-    text, key = _given_text(setting, given, environ)
+def _checked_text(setting: Setting, sources: _Sources) -> str | None:
+    text, key = sources.text(setting)
     if text is not None:
         setting.parse(text, key)
     return text
-
-
-def _given_text(setting: Setting, given: Any, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """Returns the setting's text as a flag or its variable gives it, or None, and the name of the one that does."""
-    if given is not None:
-        return (",".join(given) if isinstance(given, list) else given), setting.flag or setting.variable
-    return environ.get(setting.variable) or None, setting.variable

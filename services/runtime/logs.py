@@ -5,7 +5,9 @@ Fields come with `extra=`: `logger.info("admitted", extra=request_fields(request
 
 import json
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -14,6 +16,9 @@ import msgspec
 LEVELS = ("debug", "info", "warning", "error")
 MAX_MESSAGE_CHARACTERS = 16_384
 
+COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[1;31m"}
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+_NOT_FIELDS = frozenset({"time", "level", "message", "logger", "exception", "service", "worker_id"})
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -22,7 +27,8 @@ def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | Non
     target = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(target)
     identity = {"service": service} | ({"worker_id": worker_id} if worker_id else {})
-    handler.setFormatter(HumanFormatter() if target.isatty() else JsonFormatter(identity))
+    human = HumanFormatter(is_coloured=wants_colour(target))
+    handler.setFormatter(human if target.isatty() else JsonFormatter(identity))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -87,14 +93,42 @@ class JsonFormatter(logging.Formatter):
 class HumanFormatter(logging.Formatter):
     """A short line for a terminal, with control characters made visible."""
 
+    def __init__(self, *, is_coloured: bool = False) -> None:
+        super().__init__()
+        self._is_coloured = is_coloured
+
     def format(self, record: logging.LogRecord) -> str:
         """Returns the record as a line; a traceback follows on lines of its own."""
-        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields = "".join(f" {name}={value}" for name, value in _extra_fields(record).items())
-        message = record.getMessage()[:MAX_MESSAGE_CHARACTERS]
-        line = f"{moment} {record.levelname.lower():7} {record.name}: {message}{fields}"
-        shown = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
-        return f"{shown}\n{self.formatException(record.exc_info)}" if record.exc_info else shown
+        entry = {"level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        moment = datetime.fromtimestamp(record.created)
+        line = human_line(moment, entry | _extra_fields(record), is_coloured=self._is_coloured)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def human_line(moment: datetime, entry: Mapping[str, Any], *, is_coloured: bool) -> str:
+    """Returns an entry of a log as one line: local time, level, logger, message, and what else it has.
+
+    Control characters are made visible, so that what a client sent cannot draw on a terminal.
+    """
+    level = str(entry.get("level", ""))
+    fields = "".join(f" {name}={value}" for name, value in entry.items() if name not in _NOT_FIELDS)
+    message = str(entry.get("message", ""))[:MAX_MESSAGE_CHARACTERS]
+    start, end = (COLOURS.get(level, ""), PLAIN) if is_coloured else ("", "")
+    dim = DIM if is_coloured else ""
+    said = f"{entry.get('logger', '')}: {message}"
+    return (
+        f"{dim}{moment:%H:%M:%S}.{moment.microsecond // 1000:03}{end} {start}{level:7}{end} "
+        f"{_visible(said)}{dim}{_visible(fields)}{end}"
+    )
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Returns whether the stream is a terminal whose user has not set NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _visible(text: str) -> str:
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def _as_json(entry: dict[str, Any]) -> str:

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.commands import COMMANDS, command_line, run_command
+from cli.serve import ServeSettings
 from services.runtime.config import all_settings_of
 from services.runtime.errors import ConfigError
 
@@ -14,7 +17,7 @@ from services.runtime.errors import ConfigError
     ("words", "said"),
     [
         (["satus"], "tandem has no command 'satus'; did you mean status?"),
-        (["fly"], "tandem has no command 'fly'; it must be one of up, status, "),
+        (["fly"], "tandem has no command 'fly'; it must be one of serve, up, scale, drain, "),
         (["keys", "tennant"], "tandem keys has no command 'tennant'; did you mean tenant?"),
         (["status", "--urll", "x"], "tandem status has no flag --urll; did you mean --url? (see tandem status --help)"),
         (["keys", "new", "--tenat=x"], "tandem keys new has no flag --tenat; did you mean --tenant?"),
@@ -59,3 +62,56 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "NUMBERS",
     }
     assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {"NAME=COUNT"}
+
+
+class Caught(Exception):
+    """Carries the settings that a command was called with."""
+
+
+def settings_of_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(settings: Any, *_: Any) -> int:
+        raise Caught(settings)
+
+    monkeypatch.setattr("cli.up.run", run)
+    with pytest.raises(Caught) as caught:
+        run_command(words)
+    return caught.value.args[0]
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tandem.toml").write_text("[up]\nprefill = 3\ndecode = 4\nstop-grace = 5\nhttp-port = 9\n")
+    monkeypatch.setenv("TANDEM_DECODE", "6")
+    settings = settings_of_run(["up", "--stop-grace", "7"], monkeypatch)
+    assert (settings.prefill, settings.decode, settings.stop_grace) == (3, 6, 7.0)
+    assert settings.gateway.http_port == 9
+    assert settings.gateway.grpc_port == 50051
+
+
+def test_a_file_may_be_named_and_serve_has_the_settings_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tandem.toml").write_text("[up]\nprefill = 3\n")
+    Path("other.toml").write_text('[up]\nprefill = 2\nmodel = "theirs"\n')
+    assert settings_of_run(["up", "--config", "other.toml"], monkeypatch).prefill == 2
+    monkeypatch.setenv("TANDEM_CONFIG", "other.toml")
+    settings = settings_of_run(["serve", "mine"], monkeypatch)
+    assert isinstance(settings, ServeSettings)
+    assert (settings.prefill, settings.model) == (2, Path("mine"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("prefil = 3", "tandem.toml: prefil in [up] is not a setting; did you mean prefill?"),
+        ("prefill = 300", "tandem.toml: prefill in [up] is '300' but must be a whole number"),
+        ("http-port = 99999999", "tandem.toml: http-port in [up] is '99999999' but must be"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tandem.toml").write_text(f"[up]\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        run_command(["up"])
+    assert said in caught.value.message

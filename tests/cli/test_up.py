@@ -68,7 +68,8 @@ up.gateway_spec = lambda settings, addresses, environment: spec(
 )
 up.worker_specs = lambda settings, plans, addresses, environment, machine, gpus: [
     spec(f"{role}-{n}", worker, folder, f"{role}-{n}", root)
-    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)) for n in range(count)
+    for plan in plans for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode))
+    for n in range(count)
 ]
 up.load_config = up.read_model_files = lambda folder: None
 up.RestartPolicy = lambda: RestartPolicy(first_backoff_s=0.05, max_backoff_s=0.2, max_start_failures=3)

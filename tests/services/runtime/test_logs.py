@@ -77,7 +77,11 @@ def test_endless_messages_are_cut(output: io.StringIO) -> None:
     assert len(output.getvalue()) < 20_000
 
 
-def test_a_terminal_gets_readable_lines_without_control_characters() -> None:
+@pytest.mark.parametrize(("no_color", "start", "middle"), [("1", "", ""), ("", "\x1b[33m", "\x1b[0m")])
+def test_a_terminal_gets_readable_lines_without_control_characters(
+    no_color: str, start: str, middle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     stream = Terminal()
@@ -88,7 +92,8 @@ def test_a_terminal_gets_readable_lines_without_control_characters() -> None:
         root.handlers[:] = handlers
         root.setLevel(level)
     line = stream.getvalue()
-    assert "warning x: hello \\x1b[31m\\x0afaked request_id=r1" in line
+    assert f"{start}warning{middle} x: hello \\x1b[31m\\x0afaked" in line
+    assert " request_id=r1" in line
     assert line.count("\n") == 1
 
 
