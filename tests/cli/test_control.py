@@ -33,9 +33,9 @@ async def test_an_order_comes_back_with_its_answer_or_its_refusal() -> None:
         assert await asyncio.to_thread(order, URL, "echo", word="é\n") == {"said": "é\n"}
         with pytest.raises(Refused, match="not today"):
             await asyncio.to_thread(order, URL, "refuse")
-        for unknown in ({"name": "fly"}, {"name": "echo"}):
+        for unknown in ("fly", "echo"):  # an order that is not known, and one without what it needs
             with pytest.raises(Refused, match="of another version"):
-                await asyncio.to_thread(order, URL, **unknown)
+                await asyncio.to_thread(order, URL, unknown)
     assert not path.exists()
 
 
