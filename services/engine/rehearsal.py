@@ -11,8 +11,10 @@ from services.engine.engine import Engine, EngineParts, TimedStep, load_warm_eng
 from services.engine.steps.sequence import Sampling
 from services.engine.steps.step import NonFiniteLogits
 
-PROMPTS_TOKENS = (16, 64, 16, 64, 32, 64)
-"""Two lengths at least: they tell apart what a step costs by itself and what a token costs."""
+PROMPTS_TOKENS = (16, 64, 16, 64, 16, 64, 256, 256, 256)
+"""Lengths that tell apart what a step costs by itself, what a token costs, and what it costs more behind others. Each
+comes again: a neighbour, such as a worker that starts too, makes steps slower and never faster, so the fastest counts.
+"""
 NUM_SEQUENCES = (1, 4)
 NUM_DECODE_STEPS = 4
 MAX_REHEARSAL_S = 1.0
@@ -42,13 +44,21 @@ def load_rehearsed_engine(model_dir: str | Path, **settings: Any) -> EngineParts
 def rehearse(parts: EngineParts, *, max_s: float = MAX_REHEARSAL_S) -> Iterator[TimedStep]:
     """Steps of prompts alone, then of sequences that decode, with their times, until `max_s` seconds have passed.
 
-    Leaves the engine's pages as they were. Raises NonFiniteLogits.
+    A prompt's step has the time of the fastest of its length. Prompts that would probably take longer than the time
+    that is left are left out. Leaves the engine's pages as they were. Raises NonFiniteLogits.
     """
     end_s = time.monotonic() + max_s
     room = parts.limits.max_sequence_tokens
+    prompts: list[tuple[int, TimedStep]] = []
+    fastest_s: dict[int, float] = {}
     for num_tokens in PROMPTS_TOKENS:
-        if num_tokens < room and time.monotonic() < end_s:
-            yield from _timed(parts, [num_tokens], num_new=1)
+        expected_s = max((num_tokens / num * time_s for num, time_s in fastest_s.items()), default=0.0)
+        if num_tokens < room and time.monotonic() + expected_s < end_s:
+            for step in _timed(parts, [num_tokens], num_new=1):
+                prompts.append((num_tokens, step))
+                fastest_s[num_tokens] = min(step[1], fastest_s.get(num_tokens, step[1]))
+    for num_tokens, (work, _) in prompts:
+        yield work, fastest_s[num_tokens]
     for num in NUM_SEQUENCES:
         if num * PROMPTS_TOKENS[0] * 2 < room and time.monotonic() < end_s:
             yield from _timed(parts, [PROMPTS_TOKENS[0]] * num, num_new=1 + NUM_DECODE_STEPS)

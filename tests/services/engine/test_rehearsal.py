@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.engine import rehearsal
 from services.engine.rehearsal import PROMPTS_TOKENS, load_rehearsed_engine, rehearse
 from services.scheduling.speedometer import Speedometer
 
@@ -23,6 +24,31 @@ def test_a_worker_knows_its_speeds_before_its_first_request(parts):
     steps = [work for work, _ in parts.first_steps]
     assert [step[0] for step in steps[: len(PROMPTS_TOKENS)]] == [(0, num, True) for num in PROMPTS_TOKENS]
     assert any(len(step) > 1 and not any(is_prompt for _, _, is_prompt in step) for step in steps)
+
+
+def scripted(monkeypatch, times_s):
+    """Has rehearsed prompts take these seconds, by length and in turn."""
+    left = {num_tokens: list(times) for num_tokens, times in times_s.items()}
+
+    def timed(parts, prompts_tokens, *, num_new):
+        if num_new == 1:
+            yield [(0, prompts_tokens[0], True)], left[prompts_tokens[0]].pop(0)
+
+    monkeypatch.setattr(rehearsal, "_timed", timed)
+
+
+def test_a_neighbour_that_makes_some_steps_slow_does_not_hide_what_tokens_cost(parts, monkeypatch):
+    # A neighbour of a worker that starts: as seen on two cores on which eight programs started.
+    scripted(monkeypatch, {16: [0.0125, 0.0017, 0.0103], 64: [0.0046, 0.0117, 0.0034], 256: [0.025, 0.0145, 0.016]})
+    speedometer = Speedometer()
+    speedometer.observe_steps(rehearse(parts), 0.0)
+    assert speedometer.prefill.time_s(256) == pytest.approx(0.0145, rel=0.1)
+    assert 0.05 < speedometer.prefill.time_s(1200) < 0.2
+
+
+def test_longer_prompts_are_left_out_where_they_would_take_too_long(parts, monkeypatch):
+    scripted(monkeypatch, {16: [0.2] * 3, 64: [0.3] * 3, 256: []})
+    assert [work[0][1] for work, _ in rehearse(parts)] == [16, 64, 16, 64, 16, 64]
 
 
 def test_it_leaves_the_pages_as_they_were(parts):
