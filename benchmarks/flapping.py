@@ -119,7 +119,7 @@ def main() -> None:
         figures = uvloop.run(measure(cluster, arguments))
     ratios = {}
     for one in figures:
-        name = f"slow of all requests, a worker stopped for {one['stopped_s']:g} s every {one['running_s']:g} s"
+        name = f"slow requests, a worker stopped {one['stopped_s']:g} s and running {one['running_s']:g} s in turn"
         ratios[name] = Ratio(one["slow"] / one["requests"], MOST_SLOW, lower_is_better=True)
     leave(arguments, "flapping", {"periods": figures}, ratios)
 
