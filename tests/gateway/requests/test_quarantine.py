@@ -407,6 +407,7 @@ async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system,
 async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, worker_type, pair, answer, teller):
     """All of them were being computed when it died, and the other worker's word may come first."""
     system, scripts = await make_system(), Poisonable(pair)
+    others_are_there = asyncio.Event()
 
     async def prefill(attempt):
         attempt.emit(worker_pb2.PrefillStarted())
@@ -414,6 +415,8 @@ async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, wor
         if not is_poison(attempt):
             return await pair.prefill(attempt)
         scripts.dead.append(attempt.worker)
+        if len(scripts.dead) == 2:  # while no prefill worker lives, the decode worker computes prompts, and lives on
+            await others_are_there.wait()
         attempt.worker.gives_word = False
         for other in attempt.worker.attempts:
             receiver = next(one for one in system.workers["decode-0"].attempts if one.key == other.key)
@@ -429,6 +432,7 @@ async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, wor
     await system.until(lambda: len(scripts.dead) == 2)
     for number in (2, 3, 4):
         await system.add(worker_type("prefill", f"prefill-{number}", prefill))
+    others_are_there.set()
     poison = asked.pop(1)
     for neighbour in asked:
         assert (await neighbour).json()["choices"][0]["token_ids"] == answer
