@@ -3,7 +3,8 @@
 Plain data, which every room of the gateway may import: nothing here knows an API, a worker or a bound.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,10 @@ from services.structured.form import AnswerForm
 
 FinishReason = Literal["stop", "length"]
 """Why an answer ended."""
+
+
+SLICE_CANDIDATES = 2048
+"""The candidates of a prompt's tokens that are dealt with at a time, in less than a millisecond."""
 
 
 class AskedSampling(SamplingMembers, kw_only=True):
@@ -52,20 +57,39 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     token of the prompt after the other.
     """
 
-    logprobs: list[float]
+    logprobs: Sequence[float]
     num_top: int
-    top_token_ids: list[int]
-    top_logprobs: list[float]
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
+    def slices(self) -> Iterator[tuple[int, "PromptLogprobs"]]:
+        """Yields the columns of some tokens after the other, with the first one's place: work of less than 1 ms each.
+
+        All of them are lists.
+        """
+        num = self.num_top
+        num_tokens = max(1, SLICE_CANDIDATES // (1 + num))
+        for start in range(0, len(self), num_tokens):
+            end = start + num_tokens
+            tops = slice(start * num, end * num)
+            top_ids, top_logprobs = list(self.top_token_ids[tops]), list(self.top_logprobs[tops])
+            yield start, PromptLogprobs(list(self.logprobs[start:end]), num, top_ids, top_logprobs)
+
+    def parts(self) -> Iterator[list[TokenLogprobs]]:
+        """Yields an entry for each token, as many at a time as are in a slice."""
+        for _, part in self.slices():
+            tops, num = list(zip(part.top_token_ids, part.top_logprobs, strict=True)), self.num_top
+            yield [
+                TokenLogprobs(logprob, tops[place * num : (place + 1) * num])
+                for place, logprob in enumerate(part.logprobs)
+            ]
+
     def entries(self) -> list[TokenLogprobs]:
         """Returns an entry for each token."""
-        tops, num = list(zip(self.top_token_ids, self.top_logprobs, strict=True)), self.num_top
-        return [
-            TokenLogprobs(logprob, tops[place * num : (place + 1) * num]) for place, logprob in enumerate(self.logprobs)
-        ]
+        return list(itertools.chain.from_iterable(self.parts()))
 
 
 class Usage(msgspec.Struct, frozen=True):

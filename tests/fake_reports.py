@@ -1,8 +1,14 @@
-"""What a fake model says of prompts that are reported: the same of each token."""
+"""What a fake model says of prompts that are reported: the smaller its id, the likelier a token."""
 
+from array import array
 from dataclasses import replace
 
-from services.engine.steps.step import PromptTokens, SampledToken, StepItem
+from services.engine.steps.step import PromptReport, PromptTokens, SampledToken, StepItem
+
+
+def fake_report(*token_ids: int) -> PromptReport:
+    """What it says of these tokens of a prompt, without candidates."""
+    return PromptReport(0, array("d", map(float.__neg__, map(float, token_ids))), array("I"), array("d"))
 
 
 def with_reports(item: StepItem, outcome: SampledToken | None) -> SampledToken | PromptTokens | None:
@@ -12,5 +18,5 @@ def with_reports(item: StepItem, outcome: SampledToken | None) -> SampledToken |
         return outcome
     start = sequence.num_computed_tokens + 1
     following = sequence.token_ids[start : start + item.num_scheduled_tokens]
-    told = tuple(SampledToken(token_id, -0.5) for token_id in following)
+    told = fake_report(*following)
     return PromptTokens(told) if outcome is None else replace(outcome, prompt=told)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kv_transfer.send_link import HandoffStats
 from protos import inference_pb2, worker_pb2
@@ -96,7 +96,7 @@ def _service_class(message: worker_pb2.SequenceSpec) -> int:
 
 def is_bare(token: SampledToken) -> bool:
     """Whether only the token itself is reported."""
-    return token.logprob is None and not token.prompt
+    return token.logprob is None and token.prompt is None
 
 
 def tokens_message(index: int, *tokens: SampledToken) -> NewTokens | worker_pb2.Tokens:
@@ -107,12 +107,12 @@ def tokens_message(index: int, *tokens: SampledToken) -> NewTokens | worker_pb2.
     message = worker_pb2.Tokens(first_index=index, token_ids=token_ids)
     if tokens[0].logprob is not None:
         message.logprobs.extend(map(_logprobs_message, tokens))
-    if tokens[0].prompt:
-        prompt = tokens[0].prompt
+    report = tokens[0].prompt
+    if report is not None:
         columns = message.prompt_logprobs
-        columns.logprobs.extend([cast("float", token.logprob) for token in prompt])
-        columns.top_token_ids.extend([token_id for token in prompt for token_id, _ in token.top])
-        columns.top_logprobs.extend([logprob for token in prompt for _, logprob in token.top])
+        columns.logprobs.extend(report.logprobs)
+        columns.top_token_ids.extend(report.top_token_ids)
+        columns.top_logprobs.extend(report.top_logprobs)
     return message
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from gateway.access.door import FrontDoor
 from gateway.access.keys import ApiKey
 from gateway.models.answer_text import AnswerText
+from gateway.models.turns import Steps, at_once
 from gateway.named.ask import Ask
 from gateway.named.journal import event_id
 from gateway.named.reader import Part, Reader
@@ -108,15 +109,16 @@ class Generator:
             self._door.check_model(key, reader.model)
             yield _NamedAnswers(reader, self._requests.new_text)
 
-    async def written(self, answers: Answers, num_logprobs: int, write: Callable[[], T]) -> T:
-        """Returns what `write` returns, which it does on a thread where it writes many log-probabilities.
+    async def written(self, answers: Answers, num_logprobs: int, writing: Steps[T]) -> T:
+        """Returns what `writing` returns, which runs on a thread where it writes many log-probabilities.
 
-        At the bounds they take seconds, in which no other request's tokens would leave.
+        Between its steps the event loop has the interpreter: in one piece, at the bounds, other requests' tokens would
+        wait for tenths of a second.
         """
         if num_logprobs < MANY_LOGPROBS:
-            return write()
+            return at_once(writing)
         turns = self._requests.catalog[answers.model].tokenizer.turns
-        return await turns.call(write, tenant=answers.specs[0].facts.tenant)
+        return await turns.run(writing, tenant=answers.specs[0].facts.tenant)
 
 
 class _Generation:

@@ -24,6 +24,7 @@ from gateway.limits import (
     check_token_ids,
 )
 from gateway.models.catalog import header_value
+from gateway.models.turns import Steps
 from gateway.named.ask import Ask, ask_for, ask_to_resume
 from gateway.named.journal import digest_of
 from gateway.named.requests import Journals
@@ -116,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _response(self, answers: Answers, delta: Delta) -> inference_pb2.GenerateResponse:
         num_logprobs = len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
-        return await self._generator.written(answers, num_logprobs, lambda: _response(answers.request_id, delta))
+        return await self._generator.written(answers, num_logprobs, _response(answers.request_id, delta))
 
     @contextlib.asynccontextmanager
     async def _generated(
@@ -324,15 +325,18 @@ def _affinity_key(context: Context) -> str:
     return session
 
 
-def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
+def _response(request_id: str, delta: Delta) -> Steps[inference_pb2.GenerateResponse]:
     response = inference_pb2.GenerateResponse(
         request_id=request_id,
         first_index=delta.first_index,
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=_logprobs(delta.logprobs) if delta.logprobs is not None else (),
-        prompt_logprobs=_logprobs(delta.prompt_logprobs.entries()) if delta.prompt_logprobs is not None else (),
     )
+    if delta.prompt_logprobs is not None:
+        for entries in delta.prompt_logprobs.parts():
+            response.prompt_logprobs.extend(_logprobs(entries))
+            yield
     if delta.finish_reason is not None:
         response.finish_reason = _REASONS[delta.finish_reason]
     if delta.usage is not None:

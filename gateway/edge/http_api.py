@@ -247,7 +247,7 @@ class HttpApi:
     async def _body(self, writer: Writer, answers: Answers, wholes: Sequence[Whole]) -> bytes:
         """Returns the body of an answer that is not streamed."""
         num_logprobs = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
-        return await self._generator.written(answers, num_logprobs, lambda: writer.whole(wholes))
+        return await self._generator.written(answers, num_logprobs, writer.whole_in_steps(wholes))
 
     async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""

@@ -139,6 +139,16 @@ class _Job:
         return False
 
 
+def at_once(steps: Steps[T]) -> T:
+    """Returns or raises what `steps` does, without a pause."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def _one_step(work: Callable[[], T]) -> Steps[T]:
     yield from ()
     return work()

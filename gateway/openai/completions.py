@@ -88,7 +88,7 @@ class CompletionWriter(ChoicesWriter):
         """Returns the body; the first answer to a prompt has its log-probabilities, which the others show too."""
         for answer in answers:
             first = answers[answer.index - answer.index % self._num_choices]
-            answer.prompt_logprobs = first.prompt_logprobs
+            answer.prompt_logprobs, answer.prompt_candidates = first.prompt_logprobs, first.prompt_candidates
         choices = [self._whole_choice(answer) for answer in answers]
         usage = self._whole_usage(answers)
         return encode(Completion(**self._head, object="text_completion", choices=choices, usage=usage))

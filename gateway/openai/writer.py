@@ -7,7 +7,7 @@ import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.models.catalog import ServedModel
 from gateway.models.tokenizer import ModelTokenizer
+from gateway.models.turns import Steps, at_once
 from gateway.openai.answers import ChatTokenLogprob, PromptTokensDetails, TokenUsage, TopLogprob
 from gateway.openai.requests import ChoicesRequest
 from gateway.types import Delta, FinishReason, PromptLogprobs, TokenLogprobs, Usage
@@ -35,6 +36,8 @@ class Whole(msgspec.Struct):
     usage: Usage
     prompt_token_ids: Sequence[int]
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_candidates: bytes | None = None
+    """What JSON says of them; None: not written yet."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -80,6 +83,11 @@ class Writer(ABC):
     @abstractmethod
     def whole(self, answers: Sequence[Whole]) -> bytes:
         """Returns the body of an answer that is not streamed."""
+
+    def whole_in_steps(self, answers: Sequence[Whole]) -> Steps[bytes]:
+        """Does what `whole` does, and yields wherever others may have the interpreter."""
+        yield from ()
+        return self.whole(answers)
 
     @abstractmethod
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
@@ -147,13 +155,23 @@ class ChoicesWriter(Writer):
         start, around, end = event.rpartition(b'"choices":[]')
         return b"data: " + start + around[:-1], b"]" + end + b"\n\n"
 
+    def whole_in_steps(self, answers: Sequence[Whole]) -> Steps[bytes]:
+        """Does what `whole` does; what prompts' log-probabilities are is written in steps."""
+        if self._num_prompt_logprobs is not None:
+            for answer in answers:
+                if answer.prompt_logprobs is not None:
+                    answer.prompt_candidates = yield from self._candidates(answer)
+        return self.whole(answers)
+
+    def _candidates(self, answer: Whole) -> Steps[bytes]:
+        columns = answer.prompt_logprobs or PromptLogprobs([], 0, [], [])
+        return _prompt_logprobs(self._tokenizer, answer.prompt_token_ids[1:], columns, self._num_prompt_logprobs or 0)
+
     def _prompt_logprobs(self, answer: Whole) -> Any:
         """Returns PromptCandidates as JSON, or UNSET where they were not asked for."""
         if self._num_prompt_logprobs is None:
             return UNSET
-        columns = answer.prompt_logprobs or PromptLogprobs([], 0, [], [])
-        text = _prompt_logprobs(self._tokenizer, answer.prompt_token_ids[1:], columns, self._num_prompt_logprobs)
-        return msgspec.Raw(text)
+        return msgspec.Raw(answer.prompt_candidates or at_once(self._candidates(answer)))
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """Returns the event for a delta, or b"" for one that tells nothing new. `usage` where it is continuous."""
@@ -208,38 +226,45 @@ class ChoicesWriter(Writer):
 
 def _prompt_logprobs(
     tokenizer: ModelTokenizer, token_ids: Sequence[int], columns: PromptLogprobs, num_shown: int
-) -> bytes:
+) -> Steps[bytes]:
     """Returns the JSON list of a prompt's log-probabilities: null, then an object for each of `token_ids`.
 
-    It may have megabytes. Objects for its entries and the encoder's one call would keep the interpreter from the event
-    loop for four times as long as joining pieces, most of which are those of tokens and are made once.
+    It may have megabytes. Objects for its entries and the encoder's one call would take four times as long as joining
+    pieces, most of which are those of tokens and are made once.
     """
-    before: dict[int, bytes] = {}
-    after: dict[int, bytes] = {}
-    for token_id in {*token_ids, *columns.top_token_ids}:
-        before[token_id] = b'"%d":{"logprob":' % token_id
-        after[token_id] = b',"decoded_token":%b}' % encode(tokenizer.token_text(token_id))
-    own = map(_join, map(before.__getitem__, token_ids), _numbers(columns.logprobs), map(after.__getitem__, token_ids))
-    top_ids = columns.top_token_ids
-    tops = list(
-        map(_join, map(before.__getitem__, top_ids), _numbers(columns.top_logprobs), map(after.__getitem__, top_ids))
-    )
-    objects = [b"null"]
-    for place, (token_id, entry) in enumerate(zip(token_ids, own, strict=True)):
-        start = place * columns.num_top
-        end = start + min(num_shown, columns.num_top)
-        shown = tops[start:end]
-        if token_id not in top_ids[start:end]:
-            shown.append(entry)
-        objects.append(b"{%b}" % b",".join(shown))
-    return b"[%b]" % b",".join(objects)
+    before = _Made(lambda token_id: b',"%d":{"logprob":' % token_id)
+    after = _Made(lambda token_id: b',"decoded_token":%b}' % encode(tokenizer.token_text(token_id)))
+    num_top, num_shown = columns.num_top, min(num_shown, columns.num_top)
+    objects = [b"[null"]
+    for start, part in columns.slices():
+        top_ids, own = part.top_token_ids, _numbers(part.logprobs)
+        pieces = [b""] * (3 * len(top_ids))
+        pieces[0::3] = map(before.__getitem__, top_ids)
+        pieces[1::3] = _numbers(part.top_logprobs)
+        pieces[2::3] = map(after.__getitem__, top_ids)
+        for place, token_id in enumerate(token_ids[start : start + len(own)]):
+            first = place * num_top
+            shown = b"".join(pieces[3 * first : 3 * (first + num_shown)])
+            if token_id not in top_ids[first : first + num_shown]:
+                shown += before[token_id] + own[place] + after[token_id]
+            objects.append(b",{%b}" % shown[1:])
+        yield
+    objects.append(b"]")
+    return b"".join(objects)
 
 
-def _join(before: bytes, number: bytes, after: bytes) -> bytes:
-    return before + number + after
+class _Made(dict[int, bytes]):
+    """What `make` makes of a token, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        self._make = make
+
+    def __missing__(self, token_id: int) -> bytes:
+        made = self[token_id] = self._make(token_id)
+        return made
 
 
-def _numbers(values: list[float]) -> list[bytes]:
+def _numbers(values: Sequence[float]) -> list[bytes]:
     """Returns each number in JSON's spelling."""
     if not math.isfinite(sum(values)):
         values = list(map(finite, values))

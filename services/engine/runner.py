@@ -25,6 +25,7 @@ from services.engine.steps.sequence import Chooser, Lookahead
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
+    PromptReport,
     PromptTokens,
     SampledToken,
     SampledTokens,
@@ -103,7 +104,7 @@ class ModelRunner:
         """Computes a part of a prompt piece by piece, and says of each of its tokens' successors how likely it was."""
         sequence = copy.copy(item.sequence)  # of which only how far it has come is another
         count = sequence.sampling.prompt_logprobs or 0
-        reports: list[SampledToken] = []
+        told: PromptReport | None = None
         end = sequence.num_computed_tokens + item.num_scheduled_tokens
         while True:
             start = sequence.num_computed_tokens
@@ -112,13 +113,17 @@ class ModelRunner:
             if not bool(rows_are_finite(logits).all()):
                 return NonFiniteLogits(f"the model's output for the prompt from position {start} on is not finite")
             following = sequence.token_ids[start + 1 : start + 1 + piece.num_scheduled_tokens]
-            reports += report(logits[: len(following)], following, count)
+            more = report(logits[: len(following)], following, count)
+            if told is None:
+                told = more
+            else:
+                told.put(len(told), more)
             if piece.is_sampled:
                 (outcome,) = sample(logits[-1:], [sequence], kernels=self._model.kernels)
-                return replace(outcome, prompt=tuple(reports)) if isinstance(outcome, SampledToken) else outcome
+                return replace(outcome, prompt=told) if isinstance(outcome, SampledToken) else outcome
             sequence.num_computed_tokens += piece.num_scheduled_tokens
             if sequence.num_computed_tokens == end:
-                return PromptTokens(tuple(reports))
+                return PromptTokens(told)
 
     def _logits(self, packed: _Packed) -> torch.Tensor:
         return self._model.forward(

@@ -13,9 +13,9 @@ Shape legend: B rows (sequences), V vocabulary, R rows of one group, C candidate
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from services.engine.kernels.library import NOT_FINITE, Kernels
 from services.engine.noise import MASK64, gumbel_noise
 from services.engine.steps.guesses import Draw, Guess
 from services.engine.steps.sequence import Chooser, Sampling
-from services.engine.steps.step import NonFiniteLogits, NothingAllowed, SampledToken
+from services.engine.steps.step import NonFiniteLogits, NothingAllowed, PromptReport, SampledToken
 
 # Rows with top-k or top-p are decided among this many of the likeliest tokens where others provably change nothing;
 # a row where they might is tried again with more candidates, and finally with all.
@@ -112,12 +112,15 @@ def _sample(
     ]
 
 
-def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list[SampledToken]:
+def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> PromptReport:
     """Returns how likely token i was in row i of `logits` [R, V] float32, and the `count` likeliest of the row."""
-    logprobs = logits.to(torch.float64).log_softmax(dim=-1)
-    own: list[float] = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0].tolist()
-    tops = _top_tokens(logprobs, count)
-    return [SampledToken(*one) for one in zip(token_ids, own, tops, strict=True)]
+    own, top_ids, top_logprobs = _logprobs(logits, token_ids, count)
+    return PromptReport(
+        top_ids.shape[1],
+        array("d", own.numpy(force=True).tobytes()),
+        array("I", top_ids.numpy(force=True).astype(np.uint32).tobytes()),
+        array("d", top_logprobs.numpy(force=True).tobytes()),
+    )
 
 
 def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
@@ -425,27 +428,37 @@ def _logprob_reports(
     if not asking:
         return {}
     counts = [sequences[row].sampling.logprobs or 0 for row in asking]
-    reports = report(logits[_index(asking, logits.device)], [chosen[row] for row in asking], max(counts))
-    return {row: replace(one, top=one.top[:count]) for row, one, count in zip(asking, reports, counts, strict=True)}
+    token_ids = [chosen[row] for row in asking]
+    columns = _logprobs(logits[_index(asking, logits.device)], token_ids, max(counts))
+    told = zip(asking, counts, token_ids, *(column.tolist() for column in columns), strict=True)
+    return {
+        row: SampledToken(token_id, own, tuple(zip(top_ids[:count], top_logprobs[:count], strict=True)))
+        for row, count, token_id, own, top_ids, top_logprobs in told
+    }
 
 
-def _top_tokens(logprobs: torch.Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Returns the `count` likeliest tokens of each row of `logprobs` [R, V], the lower id first among equal ones."""
+def _logprobs(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> tuple[torch.Tensor, ...]:
+    """Returns float64 [R], how likely token i was in row i, and ids and float64 [R, count] of the likeliest tokens.
+
+    The likeliest comes first, and the lower id first among equal ones. `count` is the row's length at most.
+    """
+    logprobs = logits.to(torch.float64).log_softmax(dim=-1)
+    own = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0]
     num_tokens = logprobs.shape[1]
     count = min(count, num_tokens)
-    if not count:
-        return [()] * len(logprobs)
     # Whole rows stay where they are: [R, V] is large, and usually on a GPU.
     values, ids = logprobs.topk(min(count + 1, num_tokens))
-    tops = []
-    for row, (row_ids, row_values) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
-        if count < num_tokens and row_values[count] == row_values[count - 1]:
-            # Which of equal values topk takes is undefined.
+    if 0 < count < num_tokens:
+        # Which of equal values topk takes is undefined.
+        open_rows: list[int] = (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist()
+        for row in open_rows:
             reaching = (logprobs[row] >= values[row, count]).nonzero()[:, 0]
-            row_ids, row_values = reaching.tolist(), logprobs[row, reaching].tolist()
-        top = sorted(zip(row_ids, row_values, strict=True), key=lambda one: (-one[1], one[0]))
-        tops.append(tuple(top[:count]))
-    return tops
+            order = logprobs[row, reaching].sort(descending=True, stable=True).indices[:count]
+            ids[row, :count] = reaching[order]
+    ids = ids[:, :count].sort(dim=-1).values
+    values = logprobs.gather(1, ids)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return own, ids.gather(1, order), values.gather(1, order)
 
 
 def _index(values: SequenceOf[int], device: torch.device) -> torch.Tensor:

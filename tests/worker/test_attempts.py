@@ -1,11 +1,13 @@
+from array import array
 from typing import Any
 
 import pytest
 
 from protos import inference_pb2, worker_pb2
+from services.engine.steps.step import PromptReport, SampledToken
 from services.runtime.errors import AlreadyExists, InvalidRequest
 from services.runtime.sampling import SamplingParams
-from worker.attempts import AttemptKey, AttemptTable, read_key, read_spec
+from worker.attempts import AttemptKey, AttemptTable, read_key, read_spec, tokens_message
 
 
 def spec(**fields: Any) -> worker_pb2.SequenceSpec:
@@ -74,3 +76,14 @@ def test_of_each_request_only_the_newest_attempt_is_known() -> None:
 
 def test_a_key_is_read_from_a_message() -> None:
     assert read_key(worker_pb2.AttemptId(request_id="r", attempt=7)) == ("r", 7)
+
+
+def test_what_is_reported_of_a_prompt_is_columns() -> None:
+    report = PromptReport(2, array("d", [-1.0, -2.0]), array("I", [7, 8, 9, 10]), array("d", [-0.5, -1.5, -0.25, -4.0]))
+    message = tokens_message(0, SampledToken(5, prompt=report))
+    assert isinstance(message, worker_pb2.Tokens)
+    columns = worker_pb2.Tokens.FromString(message.SerializeToString()).prompt_logprobs
+    told = PromptReport(
+        2, array("d", columns.logprobs), array("I", columns.top_token_ids), array("d", columns.top_logprobs)
+    )
+    assert (told, list(message.token_ids)) == (report, [5])

@@ -17,7 +17,7 @@ from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import SamplingParams, check_numbers
 
 if TYPE_CHECKING:
-    from services.engine.steps.step import SampledToken
+    from services.engine.steps.step import PromptReport
 
 FinishReason = Literal["stop", "length"]
 
@@ -88,7 +88,7 @@ class Sequence:
         "num_emitted_tokens",
         "num_prompt_tokens",
         "page_table",
-        "prompt_reports",
+        "prompt_report",
         "sampling",
         "sequence_id",
         "token_ids",
@@ -121,7 +121,7 @@ class Sequence:
         self.num_emitted_tokens = len(self.token_ids) - self.num_prompt_tokens
         self.num_computed_tokens = 0
         self.page_table: list[int] = page_table if page_table is not None else []
-        self.prompt_reports: list[SampledToken] = []
+        self.prompt_report: PromptReport | None = None
         """What is known of the prompt's tokens from the second on, where they are reported."""
         self._generated_counts: dict[int, int] = {}
         self._num_counted_tokens = self.num_prompt_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 
 from services.engine.steps.sequence import Sequence
@@ -61,25 +62,50 @@ class StepPlan:
         return any(item.sequence.reports_prompt for item in self.items)
 
 
+@dataclass(slots=True)
+class PromptReport:
+    """Natural logarithms of how likely the model found a prompt's tokens from the second on.
+
+    Columns, as an object for each of 100,000 candidates would take a tenth of a second to make: `logprobs` (doubles)
+    has one entry for each token, `top_token_ids` (32 bits) and `top_logprobs` (doubles) its `num_top` likeliest tokens,
+    the likeliest first, one token of the prompt after the other.
+    """
+
+    num_top: int
+    logprobs: array[float]
+    top_token_ids: array[int]
+    top_logprobs: array[float]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def put(self, start: int, more: PromptReport) -> None:
+        """Has `more` follow the first `start` tokens, in the place of what followed them."""
+        assert more.num_top == self.num_top, "one prompt is asked for one number of candidates"
+        self.logprobs[start:] = more.logprobs
+        self.top_token_ids[start * self.num_top :] = more.top_token_ids
+        self.top_logprobs[start * self.num_top :] = more.top_logprobs
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """A chosen token. Logprobs are natural logarithms under the model's own distribution.
 
     `logprob` and `top` (token id and logprob, likeliest first) are None and empty where `Sampling.logprobs` is None.
-    The first of an answer has the prompt's tokens but the first in `prompt`, where `Sampling.prompt_logprobs` asks so.
+    The first of an answer has what is reported of the prompt, where `Sampling.prompt_logprobs` asks for it.
     """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    prompt: tuple[SampledToken, ...] = ()
+    prompt: PromptReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     """What a step without a token for the sequence says of its prompt: of the tokens after those it computed."""
 
-    prompt: tuple[SampledToken, ...]
+    prompt: PromptReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +143,11 @@ def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> O
     if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
         assert not isinstance(outcome, PromptTokens)
         return outcome
-    sequence.prompt_reports[start:] = outcome.prompt
+    assert outcome.prompt is not None, "each step of such a prompt reports it"
+    if sequence.prompt_report is None:
+        sequence.prompt_report = outcome.prompt
+    else:
+        sequence.prompt_report.put(start, outcome.prompt)
     if isinstance(outcome, PromptTokens):
         return None
-    return replace(outcome, prompt=tuple(sequence.prompt_reports))
+    return replace(outcome, prompt=sequence.prompt_report)

@@ -6,8 +6,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.models.turns import at_once
 from gateway.openai.writer import _prompt_logprobs, finite
-from gateway.types import PromptLogprobs
+from gateway.types import SLICE_CANDIDATES, PromptLogprobs
 
 
 class Tokenizer:
@@ -48,5 +49,17 @@ def test_it_is_what_an_encoder_would_write(prompt: tuple[list[int], PromptLogpro
                 for one, logprob in candidates.items()
             }
         )
-    written = _prompt_logprobs(tokenizer, token_ids, columns, num_shown)  # type: ignore[arg-type]
+    written = at_once(_prompt_logprobs(tokenizer, token_ids, columns, num_shown))  # type: ignore[arg-type]
     assert json.loads(written) == expected
+
+
+def test_long_prompts_are_written_in_steps() -> None:
+    """Others have the interpreter between them."""
+    num_tokens, num_top = 1000, 20
+    columns = PromptLogprobs(
+        [-1.0] * num_tokens, num_top, list(range(num_top)) * num_tokens, [-2.0] * num_top * num_tokens
+    )
+    steps = _prompt_logprobs(Tokenizer(), [5] * num_tokens, columns, num_top)  # type: ignore[arg-type]
+    assert sum(1 for _ in steps) >= num_tokens * num_top // SLICE_CANDIDATES
+    assert max(len(part.top_logprobs) for _, part in columns.slices()) <= SLICE_CANDIDATES
+    assert sum(map(len, columns.parts())) == num_tokens

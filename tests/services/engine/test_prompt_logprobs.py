@@ -20,6 +20,7 @@ from services.engine.steps.step import (
     StepResult,
     with_whole_prompt,
 )
+from tests.fake_reports import fake_report
 
 VARIANT = "qwen3-qk-norm"
 LENGTHS = (1, 2, PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 2 * PROMPT_ROWS, 200)
@@ -51,15 +52,18 @@ def test_they_are_the_models(
     asked = [engine.add(prompt, sampling) for prompt in prompts]
     others = [engine.add(prompt, Sampling(max_tokens=3, temperature=0)) for prompt in prompts]
     for prompt, token in zip(prompts, first_tokens(engine, asked), strict=True):
-        assert [one.token_id for one in token.prompt] == prompt[1:]
-        if not token.prompt:
+        assert token.prompt is not None
+        assert len(token.prompt) == len(prompt) - 1
+        if len(prompt) == 1:
             continue
         with torch.no_grad():
             expected = reference(VARIANT)(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)
         chosen = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-        assert [one.logprob for one in token.prompt] == pytest.approx(chosen.tolist(), abs=1e-4)
-        tops = [[logprob for _, logprob in one.top] for one in token.prompt]
-        assert torch.tensor(tops) == pytest.approx(expected.topk(3).values.float(), abs=1e-4)
+        assert list(token.prompt.logprobs) == pytest.approx(chosen.tolist(), abs=1e-4)
+        told = torch.tensor(token.prompt.top_logprobs).reshape(-1, 3)
+        assert told == pytest.approx(expected.topk(3).values.float(), abs=1e-4)
+        top_ids = torch.tensor(token.prompt.top_token_ids).reshape(-1, 3)
+        assert expected.gather(1, top_ids) == pytest.approx(told, abs=1e-4)
     assert [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in asked] == answers
     assert [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in others] == answers
     assert parts.allocator.counts().free == parts.pool.num_pages
@@ -83,9 +87,14 @@ def test_of_equally_likely_tokens_the_lower_ids_come_first(count: int) -> None:
     logits = torch.randint(-2, 3, (30, 40), generator=torch.Generator().manual_seed(1)).float()
     logits[0] = torch.arange(40).float()
     logprobs = logits.double().log_softmax(-1)
-    for row, told in enumerate(report(logits, [row for row in range(30)], count)):
+    told = report(logits, [row for row in range(30)], count)
+    assert told.num_top == min(count, 40)
+    assert list(told.logprobs) == [float(logprobs[row, row]) for row in range(30)]
+    for row in range(30):
         order = sorted(range(40), key=lambda token_id: (-float(logprobs[row, token_id]), token_id))[:count]
-        assert told == SampledToken(row, float(logprobs[row, row]), tuple((i, float(logprobs[row, i])) for i in order))
+        place = slice(row * told.num_top, (row + 1) * told.num_top)
+        assert list(told.top_token_ids[place]) == order
+        assert list(told.top_logprobs[place]) == [float(logprobs[row, token_id]) for token_id in order]
 
 
 def test_a_step_reports_few_tokens_of_prompts(
@@ -99,7 +108,7 @@ def test_a_step_reports_few_tokens_of_prompts(
 
     monkeypatch.setattr(type(parts.runner), "run", counted)
     asked = [engine.add(random_ids(90), Sampling(max_tokens=1, prompt_logprobs=0)) for _ in range(2)]
-    assert [len(token.prompt) for token in first_tokens(engine, asked)] == [89, 89]
+    assert [len(token.prompt or ()) for token in first_tokens(engine, asked)] == [89, 89]
     assert max(steps) == PROMPT_ROWS
 
 
@@ -107,21 +116,18 @@ def test_who_asks_nothing_is_told_nothing(parts: EngineParts, random_ids: Callab
     engine = Engine(parts)
     quiet = engine.add(random_ids(5), Sampling(max_tokens=1, logprobs=1))
     resumed = engine.add(random_ids(5), Sampling(max_tokens=3, prompt_logprobs=1), emitted_token_ids=[4])
-    assert [token.prompt for token in first_tokens(engine, [quiet, resumed])] == [(), ()]
+    assert [token.prompt for token in first_tokens(engine, [quiet, resumed])] == [None, None]
 
 
 def test_what_is_computed_again_takes_the_place_of_what_was() -> None:
     """A prompt that was preempted in the middle begins anew, or where it was copied to."""
 
-    def said(*token_ids: int) -> tuple[SampledToken, ...]:
-        return tuple(SampledToken(token_id, -0.5) for token_id in token_ids)
-
     sequence = Sequence("a", [1, 2, 3, 4, 5], sampling=Sampling(max_tokens=1, prompt_logprobs=0))
-    assert with_whole_prompt(sequence, 0, PromptTokens(said(2, 3))) is None
-    assert with_whole_prompt(sequence, 2, PromptTokens(said(4))) is None
-    assert with_whole_prompt(sequence, 0, PromptTokens(said(2, 3, 4))) is None
-    token = with_whole_prompt(sequence, 3, SampledToken(9, prompt=said(5)))
-    assert token == SampledToken(9, prompt=said(2, 3, 4, 5))
+    assert with_whole_prompt(sequence, 0, PromptTokens(fake_report(2, 3))) is None
+    assert with_whole_prompt(sequence, 2, PromptTokens(fake_report(4))) is None
+    assert with_whole_prompt(sequence, 0, PromptTokens(fake_report(2, 3, 4))) is None
+    token = with_whole_prompt(sequence, 3, SampledToken(9, prompt=fake_report(5)))
+    assert token == SampledToken(9, prompt=fake_report(2, 3, 4, 5))
 
 
 def test_a_prompt_whose_output_is_not_finite_fails_alone(
