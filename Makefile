@@ -47,7 +47,7 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
-	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu and not deploy" $(ARGS)
+	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
 	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu and not deploy" $(ARGS)

@@ -19,8 +19,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
+
 # How fast the machine is, is no property of what is tested.
-settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tandem", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tandem")
 
 # Processes that the tests start inherit this; what a shell starts in the background ignores it.

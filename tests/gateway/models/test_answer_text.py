@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.models.answer_text import AnswerText
+from tests.examples import examples
 
 
 class Letters:
@@ -67,7 +68,7 @@ def test_minimum_defers_both_kinds_of_stop():
 alphabet = st.text("ab", max_size=30)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     alphabet,
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.models.json_objects import MAX_DEPTH, ObjectChecker, begins_object
+from tests.examples import examples
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -21,7 +22,7 @@ objects = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.text('{}[]":,.+-eE0123456789 \n\\utrufalsn', max_size=30) | objects, st.data())
 def test_checker_agrees_with_the_library(text, data):
     """A whole object is one for `json` too, and what it refuses no text can complete."""

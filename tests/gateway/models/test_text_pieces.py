@@ -13,9 +13,10 @@ from gateway.models.model_files import ModelFiles, read_model_files
 from gateway.models.text_pieces import can_be_cut, pieces
 from gateway.models.tokenizer import ModelTokenizer
 from services.runtime.model_facts import ModelFacts
+from tests.examples import examples
 
 FACTS = ModelFacts(vocab_size=1, context_length_tokens=1, eos_token_ids=())
-quick = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=examples(200), deadline=None)
 PATTERNS = sorted(text_pieces._KNOWN_PATTERNS - {text_pieces._GPT2})
 CHARACTERS = "abzÉя日本カ한0129²٣ \t\r\n.,;:!?()'\"“”、。_-|<>é\u0301\u200d\u00a0😀ⅧǅʰD"
 TEXTS = st.lists(

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from gateway.models.model_files import ModelFiles, read_model_files
 from gateway.models.tokenizer import ModelTokenizer, _special_text_pattern
 from services.runtime.errors import InvalidRequest, ModelError
+from tests.examples import examples
 from tests.stopwatch import Stopwatch
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def from_json(tokenizer_json, chat_template=None):

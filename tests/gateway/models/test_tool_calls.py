@@ -11,13 +11,14 @@ from gateway.models.answer_pieces import Arguments, CallStart, Content, Reasonin
 from gateway.models.json_objects import MAX_DEPTH
 from gateway.models.tool_calls import AnswerParser, tool_format_of
 from services.structured.form import ToolFormat
+from tests.examples import examples
 from tests.stopwatch import Stopwatch
 
 NAMES = frozenset({"weather", "f", "größe"})
 HERMES, LLAMA3, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL
 FORMATS = [HERMES, LLAMA3, MISTRAL]
 
-many = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def parser_of(tool_format, **settings_):

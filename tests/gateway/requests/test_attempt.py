@@ -31,6 +31,7 @@ from gateway.topology.session import Peer
 from gateway.topology.watch import AttemptWatch, WorkerWatch
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import DeadlineExceeded, NoFreePages, TandemError, TransferFailed, WorkerUnavailable
+from tests.examples import examples
 
 HANDED_OFF = HandedOff(1, 1, 0.0, "none")
 
@@ -228,7 +229,7 @@ def stories(draw):
     return draw(st.booleans()), draw(st.lists(st.one_of(says, emits, emits, acts), max_size=40))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(stories())
 def test_every_event_in_every_stage_has_a_defined_result(story):
     """Whatever comes in whatever order: no error but those of workers, each token once and in order, nothing leaks."""

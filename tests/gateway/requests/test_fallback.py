@@ -14,6 +14,7 @@ from gateway.requests.fan_out import merged
 from gateway.types import Delta
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError, TransferFailed, WorkerUnavailable
+from tests.examples import examples
 
 REFUSALS = {"full": Overloaded, "absent": WorkerUnavailable}
 ENDS = {"late": DeadlineExceeded, "torn": TransferFailed}
@@ -177,7 +178,7 @@ BEHAVIOURS = st.sampled_from([*REFUSALS, *ENDS, "silent", "begins", "dies"])
     st.sets(st.sampled_from(["m1", "m2", "m3"])),
 )
 @example([["full", "silent", "silent"], ["full", "full", "begins"], ["full", "full", "begins"]], set())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 async def test_no_answer_mixes_models_and_none_is_left_behind(rows, unable):
     behaviours = {f"m{number}": row for number, row in enumerate(rows)}
     names = list(behaviours)

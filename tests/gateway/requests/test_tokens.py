@@ -8,9 +8,10 @@ from gateway.requests.tokens import TokenLog
 from gateway.topology.events import Emitted
 from gateway.types import TokenLogprobs
 from services.runtime.errors import InternalError, TransferFailed
+from tests.examples import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=20))
 def test_log_grows_without_gap_or_repeat(parts):
     log = TokenLog(1000)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planning.simulator.block_cache import EVICTIONS, LRU, LRU_LEAF_FIRST, BlockCache, Lease, PagePool, hit_rate
 from planning.simulator.traces import read_trace
+from tests.examples import examples
 
 CONVERSATION = Path(__file__).resolve().parents[3] / "benchmarks" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
 
@@ -106,7 +107,7 @@ def test_leaf_first_keeps_every_parent_of_what_it_keeps(turns: list[list[int]], 
                 assert ids[key[:-1]] in blocks
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from(EVICTIONS))
 def test_pages_are_conserved_and_all_come_back(seed: int, num_pages: int, eviction: str) -> None:
     """What is taken is never more than there is, equals what the leases hold, and is nothing in the end."""

@@ -29,6 +29,7 @@ from services.cluster.placements import (
 )
 from services.cluster.redis_store import Store
 from services.runtime.errors import StoreUnavailable
+from tests.examples import examples
 from tests.limited_redis import LimitedRedis
 
 GATEWAY, OTHER = "a" * 32, "b" * 32
@@ -99,7 +100,7 @@ def forget_everything(server: LimitedRedis) -> None:
         admin.flushall()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.lists(updates, max_size=6), max_size=6))
 def test_redis_and_the_rule_agree(batches: list[list[Placement]], redis_server: LimitedRedis) -> None:
     """Any writes in any order, many at once: Redis takes and refuses exactly what `accepts` says."""

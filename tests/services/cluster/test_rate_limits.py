@@ -22,6 +22,7 @@ from services.cluster.rate_limits import (
 from services.cluster.redis_store import Script, Store
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
+from tests.examples import examples
 from tests.stopwatch import Stopwatch
 
 NAMES = itertools.count()
@@ -99,7 +100,7 @@ async def test_scripts_and_exact_model_agree(patient_store, history):
 
 
 async def test_a_local_bucket_follows_the_same_formula():
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(
         limit=st.integers(1, 10**6), steps=st.lists(st.tuples(st.integers(0, 90_000_000), st.integers(-50, 2_000_000)))
     )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduling.background import SHARE, BackgroundPrompts, Chunk
 from services.scheduling.chunks import ChunkScheduler
+from tests.examples import examples
 
 
 def test_the_first_of_the_best_class_comes_first_and_all_its_tokens_come_once() -> None:
@@ -58,7 +59,7 @@ def test_reported_prompts_have_their_share_of_the_time_beside_others_and_all_of_
     assert [scheduler.next_step(now_s=now_s)[0].key for _ in range(5)] == ["reported"] * 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.integers(0, 4)), min_size=1, max_size=12),
     st.integers(1, 20),

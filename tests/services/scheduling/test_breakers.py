@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from services.runtime.breaker import MAX_OPEN_S
 from services.scheduling.breakers import Breakers
+from tests.examples import examples
 
 GROUP = ["a", "b", "c", "d"]
 
@@ -192,7 +193,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 5), st.lists(EVENTS, max_size=120))
 def test_random_histories(size, events):
     world = World(size)

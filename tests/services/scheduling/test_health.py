@@ -20,6 +20,7 @@ from services.scheduling.health import (
     _median_without,
     judge_gpu,
 )
+from tests.examples import examples
 
 GROUP = ["a", "b", "c", "d"]
 OUT = GpuJudgement(GpuState.OUT, 0.0, ("xid_79",))
@@ -256,7 +257,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 6), st.lists(EVENTS, max_size=100))
 def test_random_histories(size, events):
     """Whatever is seen: half of the group stays, probes go one at a time, and those that are well again come back."""
