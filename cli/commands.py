@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
     "probe": (WATCH, "ask a process whether it lives or is ready, for a container's health"),
     "chat": (USE, "talk to a running cluster"),
+    "models": (PREPARE, "list the models that were brought to this machine by name"),
     "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
     "replay": (PREPARE, "run a recorded workload through a simulated cluster"),
     "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),
@@ -43,6 +44,7 @@ arguments or model, 1 otherwise.
 examples:
   tandem up                                     the demo model, one prefill and one decode worker
   tandem up --model DIR --prefill 2 --decode 2  a Hugging Face checkpoint folder on four workers
+  tandem serve Qwen/Qwen3-0.6B --kv-memory 4GiB  a model of the Hugging Face hub, downloaded first
   tandem chat --message "Write a function that returns the length of a list."
   tandem status --json
   tandem replay TRACE --prefill 8 --decode 8 --policy all

@@ -90,7 +90,7 @@ async def taking_orders(path: Path, orders: Mapping[str, Order]) -> AsyncIterato
     finally:
         server.close()
         _remove(path)
-        with contextlib.suppress(OSError):  # another cluster of this user is there
+        with contextlib.suppress(OSError):  # another cluster of this user runs
             path.parent.rmdir()
 
 

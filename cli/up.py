@@ -45,6 +45,7 @@ from gateway.access.keys import digest_of_key, new_key, read_keys
 from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.engine.weights.config import load_config
+from services.hub.models import local_model, with_local_model
 from services.runtime import extras, last_words, service_manager
 from services.runtime.addresses import is_loopback, join_host_port
 from services.runtime.engines import VLLM
@@ -90,7 +91,8 @@ def run(settings: UpSettings) -> int:
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
-    plans = [_checked(plan) for plan in model_plans(settings)]
+    settings = with_local_model(settings)
+    plans = [_checked(replace(plan, path=local_model(plan.path))) for plan in model_plans(settings)]
     gateway = settings.gateway
     if gateway.api_keys is not None:
         read_keys(gateway.api_keys)

@@ -1,7 +1,6 @@
 """The settings of `tandem up`, and what they mean together. Starts nothing and touches no network."""
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
 from prefill_worker.config import PrefillWorkerConfig
+from services.hub.source import model_source, served_name
 from services.runtime.config import forwarded, option, read
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import flag, folder, host_name, integer, number, path, redis_url, text
@@ -36,12 +36,15 @@ class UpSettings:
     """Starts Redis, a gateway, prefill workers and decode workers on this machine, and keeps them running."""
 
     model: Path = option(
-        folder(), default=DEMO_MODEL, help="Folder of a Hugging Face checkpoint; the demo model if not given."
+        model_source(),
+        default=DEMO_MODEL,
+        help="Hugging Face checkpoint: its folder, or its name, under which it is downloaded if it is not here; the "
+        "demo model if not given.",
     )
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
         default=None,
-        help="Name that clients use for the model; its folder's name if not given.",
+        help="Name that clients use for the model; its folder's name if not given, or ORG/MODEL.",
     )
     models: Path | None = option(
         path(),
@@ -126,4 +129,4 @@ class UpSettings:
             return self.model_name
         if self.model == DEMO_MODEL:
             return "tandem-demo"
-        return re.sub(r"\s+", "-", self.model.resolve().name) or "model"
+        return served_name(self.model)

@@ -7,6 +7,7 @@ import services.runtime.first_process  # first: what comes after it takes second
 import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is loaded
 from gateway.assembly import Gateway
 from gateway.config import GatewayConfig
+from services.hub.models import with_local_model
 from services.runtime import config, heap, logs, process, rpc, service_manager, telemetry
 from services.runtime.membership import Member
 from services.runtime.tls import Identity
@@ -19,7 +20,7 @@ tenth of a busy gateway's time, mostly to find that requests under way are still
 def main() -> None:
     """Runs a gateway until SIGTERM or SIGINT."""
     process.die_with_parent()
-    settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
+    settings = with_local_model(config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway"))
     logs.setup(settings.log_level, service="gateway")
     process.be_nice(settings.nice)
     heap.give_back_free_memory()

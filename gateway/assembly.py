@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from gateway.access.door import FrontDoor, KeyedDoor, OperatorsDoor
@@ -54,6 +55,8 @@ from services.cluster.quarantine import Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Store
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
+from services.hub.models import local_model
+from services.hub.source import served_name
 from services.runtime import process, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
@@ -463,9 +466,9 @@ class Gateway:
 def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
     """The models file's, or the one model that the other two flags describe."""
     if config.models is not None:
-        return read_models_file(config.models)
+        return tuple(replace(entry, path=local_model(entry.path)) for entry in read_models_file(config.models))
     assert config.model is not None
-    return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
+    return (ModelEntry(config.model_name or served_name(config.model), config.model),)
 
 
 def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:

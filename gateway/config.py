@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
+from services.hub.source import model_source
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
@@ -18,7 +19,6 @@ from services.runtime.kinds import (
     choice,
     counts,
     flag,
-    folder,
     host_name,
     integer,
     number,
@@ -40,7 +40,9 @@ class GatewayConfig:
     """Serves the gRPC API and the OpenAI-compatible HTTP API of one model or several."""
 
     model: Path | None = option(
-        folder(), default=None, help="Model folder: config.json, tokenizer.json and chat template are read."
+        model_source(),
+        default=None,
+        help="Model, by its folder or name: config.json, tokenizer.json and chat template are read.",
     )
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),

@@ -29,6 +29,8 @@ TESTED_BY = {
     "services/engine/weights/load.py": "services/engine/test_model.py",
     "services/engine/weights/mapped.py": "services/engine/weights/test_shared.py",
     "services/engine/weights/shard.py": "services/engine/test_parallel.py",
+    "services/hub/fetching.py": "services/hub/test_huggingface.py",
+    "services/hub/models.py": "services/hub/test_s3.py",
     "services/runtime/engines.py": "worker/test_config.py",
     "services/runtime/model_size.py": "deploy/test_rules.py",
     "kv_transfer/page_kernels.py": "kv_transfer/test_device_pages.py",

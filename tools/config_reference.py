@@ -19,6 +19,7 @@ from cli.doctor import DoctorSettings  # noqa: E402
 from cli.drain import DrainSettings  # noqa: E402
 from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
 from cli.logs import LogsSettings  # noqa: E402
+from cli.models import ModelsSettings  # noqa: E402
 from cli.probe import ProbeSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
 from cli.scale import ScaleSettings  # noqa: E402
@@ -44,6 +45,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem chat": ChatSettings,
     "tandem doctor": DoctorSettings,
     "tandem probe": ProbeSettings,
+    "tandem models": ModelsSettings,
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.hub.source import model_source, served_name
 from services.runtime.addresses import check_dialled, is_loopback, join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
@@ -16,7 +17,6 @@ from services.runtime.errors import ConfigError
 from services.runtime.kinds import (
     choice,
     flag,
-    folder,
     host_name,
     integer,
     number,
@@ -43,7 +43,9 @@ class WorkerConfig:
         text(pattern=r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule="1 to 63 of a-z, 0-9 and inner hyphens"),
         help="Stable name of this worker, unique in the cluster, such as decode-0.",
     )
-    model: Path = option(folder(), help="Folder of a Hugging Face checkpoint.")
+    model: Path = option(
+        model_source(), help="Hugging Face checkpoint: its folder, or its name, under which it is downloaded."
+    )
     model_name: str | None = option(
         text(), default=None, help="What the model is called in the cluster. Not given: the folder's name."
     )
@@ -208,7 +210,7 @@ class WorkerConfig:
             "started_unix_ns": SYSTEM_CLOCK.unix_ns(),
             "version": version(),
             "state": WorkerState.STARTING,
-            "model": self.model_name or self.model.resolve().name,
+            "model": self.model_name or served_name(self.model),
             "exact": False,
             "page_size": self.page_size,
             "layout_fingerprint": "",

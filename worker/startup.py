@@ -20,6 +20,7 @@ from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
+from services.hub.models import with_local_model
 from services.runtime import config, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.identity import AnswerIdentity
@@ -140,6 +141,7 @@ class Role(Generic[C, R, E]):
 def run(role: Role[C, R, E]) -> None:
     """Runs a worker with the settings of the command line."""
     settings = config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker")
+    settings = with_local_model(settings)
     run_service(settings, f"{role.name}-worker", functools.partial(_serve, role))
 
 

@@ -2,7 +2,7 @@
 
     [[model]]
     name = "large"                # what clients call it; the workers' --model-name
-    path = "models/large"         # checkpoint folder; a relative one begins at this file's folder
+    path = "models/large"         # checkpoint folder; a relative one begins at this file's folder; or hf://ORG/MODEL
     aliases = ["default"]         # other names for it
     fallback = ["small"]          # tried in this order where "large" is overloaded or has no worker
     fallback_after_s = 1.0        # longest wait for room before that
@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Never
 
 from msgspec import Meta, Struct
 
+from services.hub.source import model_source
 from services.runtime import toml_file
 from services.runtime.errors import ConfigError
 
@@ -34,6 +35,7 @@ MAX_FALLBACK_AFTER_S = 86_400.0
 DEFAULT_FALLBACK_AFTER_S = 1.0
 
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}\Z")]
+_PATH = r"^(?!(hf|s3)://)[^\x00]+\Z|^hf://[^/\x00]+/[^/\x00]+\Z|^s3://[a-z0-9.-]+/[^\x00?#]+\Z"
 _Wait = Annotated[float, Meta(ge=MIN_FALLBACK_AFTER_S, le=MAX_FALLBACK_AFTER_S)]
 _Names = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
 
@@ -61,7 +63,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     """A [[model]] as it is written."""
 
     name: _Name
-    path: Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]
+    path: Annotated[str, Meta(pattern=_PATH)]
     aliases: _Names = []
     fallback: _Names = []
     fallback_after_s: Annotated[float, Meta(ge=MIN_FALLBACK_AFTER_S, le=MAX_FALLBACK_AFTER_S)] = (
@@ -75,7 +77,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
         """The model; a relative path begins at `folder`."""
         return ModelEntry(
             name=self.name,
-            path=folder / Path(self.path).expanduser(),
+            path=model_source().parse(self.path) if "://" in self.path else folder / Path(self.path).expanduser(),
             aliases=tuple(self.aliases),
             fallbacks=tuple(self.fallback),
             fallback_after_s=self.fallback_after_s,
