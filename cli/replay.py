@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,9 +12,9 @@ from cli.commands import CommandParser
 from planning.simulator import html_report, report
 from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
+from planning.simulator.jobs import WorkerSpec
 from planning.simulator.profiles import PROFILES_FOLDER, Profile, linear_profile, profile
 from planning.simulator.traces import Trace, compressed, read_trace
-from planning.simulator.workers import WorkerSpec
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import (
@@ -168,8 +168,7 @@ def cluster_spec(settings: ReplaySettings, trace: Trace) -> ClusterSpec:
             WorkerSpec(
                 num_pages=max(1, kv_tokens // page_size),
                 page_size=page_size,
-                prefill=speeds.prefill,
-                decode=speeds.decode,
+                law=speeds.law,
                 link=LinkSpeed(settings.link_latency_s, settings.link_bytes_per_s),
                 kv_bytes_per_token=speeds.kv_bytes_per_token,
                 chunk_tokens=chunk_tokens,
@@ -210,7 +209,7 @@ def _profile(settings: ReplaySettings) -> Profile:
         found = profile(settings.profile, settings.profiles)
         if settings.kv_bytes_per_token is None:
             return found
-        return Profile(found.name, found.prefill, found.decode, settings.kv_bytes_per_token)
+        return replace(found, kv_bytes_per_token=settings.kv_bytes_per_token)
     decode = DecodeSpeed(settings.decode_step_s, settings.decode_sequence_s, settings.decode_context_s)
     if decode == DecodeSpeed(0.0, 0.0, 0.0):
         raise ConfigError("a decode step must take some time: give --decode-step-s")

@@ -34,7 +34,6 @@ MANY_PARAMETERS = {
     "kv_transfer/send_link.py:SendLink.__init__": 11,
     "kv_transfer/send_thread.py:ChunkPoster.__init__": 11,
     "kv_transfer/sending.py:SendLinks.__init__": 9,
-    "planning/simulator/workers.py:PrefillWorker.__init__": 7,
     "services/cluster/files.py:FileStore.commit": 7,
     "services/cluster/registry.py:WorkerLease.__init__": 7,
     "services/engine/engine.py:_with_pool": 8,

@@ -66,7 +66,9 @@ TESTED_BY = {
     "decode_worker/config.py": "cli/test_children.py",
     "planning/simulator/html_report.py": "cli/test_replay.py",
     "planning/simulator/report.py": "planning/simulator/test_cluster.py",
-    "planning/simulator/workers.py": "planning/simulator/test_cluster.py",
+    "planning/simulator/decode.py": "planning/simulator/test_cluster.py",
+    "planning/simulator/jobs.py": "planning/simulator/test_cluster.py",
+    "planning/simulator/prefill.py": "planning/simulator/test_cluster.py",
 }
 """Modules that are tested along with others, and the file below tests/ that does it."""
 DATA = {

@@ -1,20 +1,26 @@
 """A simulated gateway with its workers: the policies of `services.scheduling`, given what the simulated workers do.
 
 Requests arrive as the trace says, wait in a `RequestQueue`, and are placed by a `Router` that sees the same views of
-the workers as a gateway does: pages, requests, waiting tokens, speeds, and how much of the prompt each one holds.
+the workers as a gateway does: pages, requests, waiting tokens, speeds, and how much of the prompt each one holds. When
+a worker or a transfer fails, the next attempt computes the prompt and what was given of the answer somewhere else.
 What is simpler than in the real system: views and cached prefixes are never out of date, every speed is known exactly,
-an answer's limit is its length, nothing fails, and messages take no time but the pages' transfer.
+an answer's limit is its length, and messages take no time but those of a handoff, if it is simulated.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from planning.simulator.decode import DecodeWorker
 from planning.simulator.events import EventLoop
+from planning.simulator.jobs import Job, Phase, WorkerSpec, prompt_s
+from planning.simulator.pool import DECODE, PREFILL, Pool, Worker, decode_view, prefill_view
+from planning.simulator.prefill import PrefillWorker
 from planning.simulator.timeline import Timeline
 from planning.simulator.traces import Trace, TraceRequest
-from planning.simulator.workers import DecodeWorker, Job, PrefillWorker, WorkerSpec
+from planning.simulator.transfers import Transfers
 from services.runtime.errors import ConfigError
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
@@ -25,11 +31,14 @@ from services.scheduling.routing.views import RouteRequest, WorkerView
 
 MAX_BUCKETS = 240
 """Most points of a chart while requests arrive, about."""
+MAX_ATTEMPTS = 5
+"""A request whose attempts have failed this often has failed."""
 
 TOO_LONG = "too_long"
 QUEUE_FULL = "queue_full"
 PUSHED_OUT = "pushed_out"
 DEADLINE = "deadline"
+FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +56,13 @@ class ClusterSpec:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     targets: Targets | None = None
     """With targets, an `OverloadPolicy` refuses what would miss them; without, every request may wait."""
+    workers_per_host: int = 1
+    """This many workers of a role share one network card."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a trace: every request's times, and how busy the workers were."""
+    """What came of a trace: every request's times, how busy the workers were, and what they cost."""
 
     policy: str
     jobs: tuple[Job, ...]
@@ -60,6 +71,11 @@ class Run:
     busy: dict[str, Timeline]
     queue: Timeline
     prefill_line: Timeline
+    worker_seconds: float = 0.0
+
+
+Meddler = Callable[["Cluster", EventLoop], None]
+"""Plans faults, or whatever else is to happen to a cluster while it runs."""
 
 
 def simulate(
@@ -69,6 +85,7 @@ def simulate(
     *,
     seed: int = 0,
     progress: Callable[[int, int, float], None] | None = None,
+    meddler: Meddler | None = None,
 ) -> Run:
     """Replays a trace under one routing policy. `progress`: (requests ended, requests in all, virtual seconds).
 
@@ -81,68 +98,64 @@ def simulate(
     last_arrival_s = trace.requests[-1].arrival_s
     cluster = Cluster(spec, Router(policy, settings=spec.routing, seed=seed), loop, last_arrival_s)
     jobs = [_job(index, request, spec.decode.page_size) for index, request in enumerate(trace.requests)]
+    cluster.num_to_come = len(jobs)
     for job in jobs:
         loop.at(job.arrival_s, partial(cluster.arrive, job))
+    if meddler is not None:
+        meddler(cluster, loop)
     if progress is not None:
         _report_progress(loop, cluster, progress, last_arrival_s, len(jobs))
     loop.run()
     cluster.check_is_idle()
     end_s = max((job.end_s for job in jobs if job.end_s is not None), default=last_arrival_s)
-    return Run(policy, tuple(jobs), end_s, cluster.bucket_s, cluster.busy, cluster.queue_line, cluster.prefill_line)
+    return Run(
+        policy,
+        tuple(jobs),
+        end_s,
+        cluster.bucket_s,
+        cluster.pool.busy,
+        cluster.queue_line,
+        cluster.prefill_line,
+        cluster.pool.worker_seconds(end_s),
+    )
 
 
 class Cluster:
-    """The gateway's part: queue, routing, and what is told of them."""
+    """The gateway's part: queue, routing, further attempts, and what is told of them."""
 
     def __init__(self, spec: ClusterSpec, router: Router, loop: EventLoop, last_arrival_s: float) -> None:
         self.spec = spec
         self.bucket_s = max(1.0, last_arrival_s / MAX_BUCKETS)
         self.num_ended = 0
+        self.num_to_come = 0
+        """Requests that have not ended, those included that have not arrived."""
         self._loop = loop
         self._router = router
         self._overload = None if spec.targets is None else OverloadPolicy()
         self._admitted: dict[int, Admit] = {}
-        self.prefills = [
-            PrefillWorker(
-                f"p{number}",
-                spec.prefill,
-                loop,
-                Timeline(self.bucket_s),
-                on_first_token=self._note_first_token,
-                on_sent=self._join,
-                on_step=self._drain,
-            )
-            for number in range(spec.num_prefill)
-        ]
-        self.decodes = [
-            DecodeWorker(
-                f"d{number}",
-                spec.decode,
-                loop,
-                Timeline(self.bucket_s),
-                on_first_token=self._note_first_token,
-                on_end=self._end,
-            )
-            for number in range(spec.num_decode)
-        ]
-        self._workers: tuple[PrefillWorker | DecodeWorker, ...] = (*self.prefills, *self.decodes)
-        self._by_id = {worker.worker_id: worker for worker in self.decodes}
-        self._prefill_by_id = {worker.worker_id: worker for worker in self.prefills}
         self.queue = RequestQueue(strategy=spec.queue_strategy, max_waiting=spec.max_waiting)
         self._jobs: dict[int, Job] = {}
+        self._active: dict[int, Job] = {}
+        """Requests that have an attempt under way, or wait for the next one."""
+        self._retries: deque[Job] = deque()
         self._is_draining = False
+        self.transfers = Transfers(loop, self.card_of, self.end_transfer)
+        self.pool = Pool(loop, self._make, self._drain, bucket_s=self.bucket_s)
         self.queue_line = Timeline(self.bucket_s)
         self._queue_noted_s = 0.0
         self.prefill_line = Timeline(self.bucket_s)
         self._prefill_noted_s = 0.0
         self._num_prompts = 0
+        for role, count in ((PREFILL, spec.num_prefill), (DECODE, spec.num_decode)):
+            for _ in range(count):
+                self.pool.add(role)
 
     def arrive(self, job: Job) -> None:
-        """A request comes in; it is refused, waits, or is on its way."""
+        """Takes a request; it is refused, waits, or is on its way."""
         spec = self.spec
         num_tokens = job.num_prompt_tokens + job.num_output_tokens
         pages = job.num_all_pages(spec.decode.page_size)
-        fits_prefill = not self.prefills or job.num_pages(spec.prefill.page_size) <= spec.prefill.num_pages
+        fits_prefill = not self.pool.prefills or job.num_pages(spec.prefill.page_size) <= spec.prefill.num_pages
         if num_tokens > spec.max_sequence_tokens or pages > spec.decode.num_pages or not fits_prefill:
             self._refuse(job, TOO_LONG)
             return
@@ -163,75 +176,145 @@ class Cluster:
         self._drain()
 
     def views(self, job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
-        """Prefill workers, decode workers, and the tokens of the prompt that each of them holds."""
-        spec = self.spec
+        """Returns prefill workers, decode workers, and the tokens of the prompt that each of them holds."""
+        most, pool = self.spec.max_sequence_tokens, self.pool
         cached: dict[str, int] = {}
-        prefills, decodes = [], []
-        for prefill in self.prefills:
-            prefills.append(
-                WorkerView(
-                    worker_id=prefill.worker_id,
-                    incarnation="",
-                    pages_total=spec.prefill.num_pages,
-                    pages_available=prefill.pool.num_available,
-                    num_requests=prefill.num_requests,
-                    waiting_tokens=prefill.line.num_tokens,
-                    max_sequence_tokens=spec.max_sequence_tokens,
-                    page_size=spec.prefill.page_size,
-                    prefill_speed=spec.prefill.prefill,
-                    decode_speed=spec.prefill.decode.large,
-                    link_speed=spec.prefill.link,
-                    queue_s=prefill.queue_s,
-                )
-            )
-        for decode in self.decodes:
-            decodes.append(
-                WorkerView(
-                    worker_id=decode.worker_id,
-                    incarnation="",
-                    pages_total=spec.decode.num_pages,
-                    pages_available=decode.pool.num_available,
-                    num_requests=decode.num_requests,
-                    waiting_tokens=decode.line.num_tokens,
-                    max_sequence_tokens=spec.max_sequence_tokens,
-                    num_running=decode.num_running,
-                    context_tokens=decode.context_tokens,
-                    page_size=spec.decode.page_size,
-                    prefill_speed=spec.decode.prefill,
-                    decode_speed=spec.decode.decode.at(decode.num_running + 1),
-                    link_speed=spec.decode.link,
-                    queue_s=decode.queue_s,
-                )
-            )
         if job.blocks:
-            for worker in self._workers:
+            for worker in (*pool.prefills.values(), *pool.decodes.values()):
                 num_blocks = worker.pool.num_cached(job.blocks)
                 if num_blocks:
                     cached[worker.worker_id] = num_blocks * worker.spec.page_size
-        return prefills, decodes, cached
+        prefills = [prefill_view(worker, most) for worker in pool.prefills.values()]
+        return prefills, [decode_view(worker, most) for worker in pool.decodes.values()], cached
 
-    @property
-    def busy(self) -> dict[str, Timeline]:
-        """How long each worker has computed."""
-        return {worker.worker_id: worker.busy for worker in self._workers}
+    def card_of(self, worker_id: str) -> str:
+        """Returns the name of the network card that a worker uses."""
+        return f"{worker_id[0]}{int(worker_id[1:]) // self.spec.workers_per_host}"
 
     def check_is_idle(self) -> None:
         """After the last event nobody waits, and every page is free or only remembered."""
         assert len(self.queue) == len(self._jobs) == 0, "a request still waits"
-        for worker in self._workers:
+        assert not self._active, "an attempt is still under way"
+        for worker in self.pool:
+            if worker.is_lost:
+                continue
             assert worker.pool.num_available == worker.spec.num_pages, "a page was not given back"
-            assert not worker.line.jobs, "a prompt still waits"
-        assert all(decode.num_running == decode.num_requests == 0 for decode in self.decodes), "a sequence still runs"
-        assert all(decode.context_tokens == 0 for decode in self.decodes), "tokens of a sequence are left"
+            assert worker.is_idle, "a prompt or a sequence is still there"
+            assert not worker.line, "a prompt still waits"
+            if isinstance(worker, DecodeWorker):
+                assert worker.num_running == worker.context_tokens == 0, "tokens of a sequence are left"
+
+    # --- what workers and transfers tell ---
+
+    def send_pages(self, worker: PrefillWorker, job: Job, *, is_last: bool) -> None:
+        """Has the pages of a computed chunk sent."""
+        self.transfers.send(worker, job, is_last=is_last)
+
+    def note_first_token(self, job: Job) -> None:
+        """Takes the first token of an attempt."""
+        if job.first_token_s is None:
+            job.first_token_s = self._loop.now_s
+        self._note_prompts(-1)
+        job.phase = Phase.TRANSFER if job.is_remote else Phase.DECODE
+        if not job.is_remote:
+            if job.num_left == 1:
+                self._decode(job).withdraw(job)
+            self._drain()  # the queue's first one may have waited for this prompt
+
+    def note_step(self) -> None:
+        """Sees whether a request finds room after a step of a prefill worker."""
+        self._drain()
+
+    def end_transfer(self, worker: PrefillWorker, job: Job, attempt: int) -> None:
+        """All pages of a prompt have arrived, if that is still its attempt."""
+        worker.end_sending(job, attempt)
+        if job.attempt == attempt and job.phase is Phase.TRANSFER:
+            job.phase = Phase.DECODE
+            decode = self._decode(job)
+            if job.num_left == 1:
+                decode.withdraw(job)
+            else:
+                decode.join(job)
+        self.pool.settle()
+
+    def note_end(self, job: Job) -> None:
+        """Takes the end of an answer."""
+        # Whose only token is the first one has ended with it; its pages were still on their way.
+        is_short = job.num_output_tokens == 1 and job.first_token_s is not None
+        job.end_s = job.first_token_s if is_short else self._loop.now_s
+        del self._active[job.index]
+        self.num_ended += 1
+        self.num_to_come -= 1
+        if self._overload is not None:
+            self._overload.note_end(job.index, self._loop.now_s)
+        self.pool.settle()
+        self._drain()
+
+    # --- failures ---
+
+    def lose_worker(self, worker_id: str) -> None:
+        """A worker ends its work; whoever relies on it finds out by `note_lost`."""
+        worker = self.pool.find(worker_id)
+        if worker is not None:
+            worker.lose()
+
+    def note_lost(self, worker_id: str) -> None:
+        """It is known that a worker is lost: all attempts there have failed."""
+        if self.pool.find(worker_id) is None:
+            return
+        self.pool.forget(worker_id)
+        for job in list(self._active.values()):
+            is_at_prefill = job.is_remote and job.phase is not Phase.DECODE
+            if job.decode_worker == worker_id or (job.prefill_worker == worker_id and is_at_prefill):
+                self.fail_attempt(job)
+        self._drain()
+
+    def fail_attempt(self, job: Job) -> None:
+        """Ends an attempt; the next one begins as soon as there is room, before all requests that wait."""
+        if job.phase is Phase.PREFILL:
+            self._note_prompts(-1)
+        job.num_emitted += job.is_first_out
+        job.is_first_out = False
+        workers = [job.decode_worker]
+        if job.is_remote and job.phase is not Phase.DECODE:
+            workers.append(job.prefill_worker)
+        for worker in map(self.pool.find, workers):
+            if worker is not None and not worker.is_lost:
+                worker.drop(job)
+        job.phase = Phase.WAITING
+        if job.num_left == 0:
+            self.note_end(job)
+        elif job.attempt == MAX_ATTEMPTS:
+            del self._active[job.index]
+            self._refuse(job, FAILED)
+        else:
+            job.attempt += 1
+            job.num_computed_tokens = job.num_cached_tokens = job.num_sent_tokens = 0
+            self._retries.append(job)
+
+    # --- the queue ---
+
+    def _make(self, worker_id: str, role: str) -> Worker:
+        busy = self.pool.busy[worker_id]
+        if role == PREFILL:
+            return PrefillWorker(worker_id, self.spec.prefill, self._loop, busy, owner=self)
+        return DecodeWorker(worker_id, self.spec.decode, self._loop, busy, owner=self)
+
+    def _decode(self, job: Job) -> DecodeWorker:
+        worker = self.pool.find(job.decode_worker)
+        assert isinstance(worker, DecodeWorker), "a worker with requests is not gone"
+        return worker
 
     def _drain(self) -> None:
         """Places waiting requests as long as the first one finds room. Not entered twice: placing may end others."""
         if self._is_draining:
             return
         self._is_draining = True
+        while self._retries and self._place(self._retries[0]):
+            self._start(self._retries.popleft())
         self.queue.yield_late(self._loop.now_s)
-        is_backlogged = False
-        while (entry := self.queue.peek()) is not None:
+        is_backlogged = bool(self._retries)
+        while not self._retries and (entry := self.queue.peek()) is not None:
             job = self._jobs[self._index(entry)]
             if not self._may_start(entry, job):
                 is_backlogged = False
@@ -242,6 +325,7 @@ class Cluster:
             self._note_queue()
             self.queue.pop()
             del self._jobs[job.index]
+            self._active[job.index] = job
             self._begin(entry, job)
         if self._overload is not None:
             self._overload.note_backlog(self._loop.now_s, is_backlogged=is_backlogged)
@@ -250,7 +334,7 @@ class Cluster:
     def _entry(self, job: Job) -> QueueEntry:
         service_s, prompt_s, promised_s = 0.0, 0.0, math.inf
         service_class = ServiceClass.from_name(job.service_class)
-        if self.spec.targets is not None:
+        if self.spec.targets is not None and self.pool.decodes:
             load = self._load(job)
             service_s = load.prefill_s + load.step_s * (job.num_output_tokens - 1)
             if self._overload is not None:
@@ -274,7 +358,9 @@ class Cluster:
         )
 
     def _is_admitted(self, overload: OverloadPolicy, entry: QueueEntry, job: Job) -> bool:
-        assert self.spec.targets is not None
+        assert self.spec.targets is not None, "they are what an overload policy is for"
+        if not self.pool.decodes:
+            return True
         verdict = overload.judge(entry, self._load(job, entry), self.spec.targets, self._loop.now_s)
         if isinstance(verdict, Refuse):
             self._refuse(job, verdict.kind)
@@ -283,16 +369,19 @@ class Cluster:
         return True
 
     def _may_start(self, entry: QueueEntry, job: Job) -> bool:
-        return self._overload is None or self._overload.may_start(entry, self._load(job, entry))
+        if self._overload is None or not self.pool.decodes:
+            return True
+        return self._overload.may_start(entry, self._load(job, entry))
 
     def _load(self, job: Job, entry: QueueEntry | None = None) -> ClusterLoad:
         """What a request would meet now: the best prefill worker's queue, the best decode worker's pages and step."""
-        computing = self.prefills or self.decodes
+        decodes = list(self.pool.decodes.values())
+        computing: list[Worker] = [*self.pool.prefills.values()] or [*decodes]
         step_s = min(
-            worker.spec.decode.at(worker.num_running + 1).step_s(
+            worker.spec.law.decode_at(worker.num_running + 1).step_s(
                 worker.num_running + 1, worker.context_tokens + job.num_prompt_tokens
             )
-            for worker in self.decodes
+            for worker in decodes
         )
         return ClusterLoad(
             num_ahead=0 if entry is None else self.queue.num_ahead(entry.service_class),
@@ -300,25 +389,27 @@ class Cluster:
             num_waiting=len(self.queue),
             prompts_ahead_s=0.0
             if entry is None
-            else self.queue.waiting_prompts_s(entry.service_class) / len(self.prefills or self.decodes),
-            free_page_share=max(worker.pool.num_available / worker.pool.num_pages for worker in self.decodes),
-            prefill_s=min(worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in computing),
+            else self.queue.waiting_prompts_s(entry.service_class) / len(computing),
+            free_page_share=max(worker.pool.num_available / worker.pool.num_pages for worker in decodes),
+            prefill_s=min(prompt_s(worker.spec, job.num_prompt_tokens) for worker in computing),
             prefill_queue_s=min(worker.queue_s for worker in computing),
             step_s=step_s,
         )
 
     def _place(self, job: Job) -> bool:
         prefills, decodes, cached = self.views(job)
+        if not decodes:
+            return False
         request = RouteRequest(
-            num_prompt_tokens=job.num_prompt_tokens,
-            max_new_tokens=job.num_output_tokens,
+            num_prompt_tokens=job.num_replayed_tokens,
+            max_new_tokens=job.num_left,
             tenant=job.tenant,
             affinity_key=job.tenant,
             cached_tokens=cached,
             kv_bytes_per_token=self.spec.decode.kv_bytes_per_token,
         )
         for route in self._router.route(request, prefills, decodes, now_s=self._loop.now_s):
-            if self._by_id[route.decode.worker_id].promise(job):
+            if self.pool.decodes[route.decode.worker_id].promise(job):
                 self._note_route(job, route)
                 return True
         return False
@@ -327,10 +418,19 @@ class Cluster:
         job.is_remote = route.is_remote
         job.decode_worker = route.decode.worker_id
         job.prefill_worker = route.prefills[0].worker_id if route.is_remote else ""
-        job.dispatched_s = self._loop.now_s
+        if job.dispatched_s is None:
+            job.dispatched_s = self._loop.now_s
+
+    def _start(self, job: Job) -> None:
+        """Has the workers of its route begin an attempt."""
+        self._note_prompts(1)
+        job.phase = Phase.PREFILL
+        if job.is_remote:
+            self.pool.prefills[job.prefill_worker].enter(job)
+        else:
+            self.pool.decodes[job.decode_worker].enter_prompt(job)
 
     def _begin(self, entry: QueueEntry, job: Job) -> None:
-        self._note_prompts(1)
         if self._overload is not None:
             self._overload.note_start(
                 entry,
@@ -338,38 +438,13 @@ class Cluster:
                 is_backlogged=len(self.queue) > 0,
                 admitted=self._admitted.pop(job.index, None),
             )
-        if job.is_remote:
-            self._prefill_by_id[job.prefill_worker].enter(job)
-        else:
-            self._by_id[job.decode_worker].enter_prompt(job)
-
-    def _note_first_token(self, job: Job) -> None:
-        job.first_token_s = self._loop.now_s
-        self._note_prompts(-1)
-        if not job.is_remote:
-            if job.num_output_tokens == 1:
-                self._by_id[job.decode_worker].withdraw(job)
-            self._drain()  # the queue's first one may have waited for this prompt
-
-    def _join(self, job: Job) -> None:
-        worker = self._by_id[job.decode_worker]
-        if job.num_output_tokens == 1:
-            worker.withdraw(job)
-        else:
-            worker.join(job)
-
-    def _end(self, job: Job) -> None:
-        # Whose only token is the first one has ended with it; its pages were still on their way.
-        job.end_s = job.first_token_s if job.num_output_tokens == 1 else self._loop.now_s
-        self.num_ended += 1
-        if self._overload is not None:
-            self._overload.note_end(job.index, self._loop.now_s)
-        self._drain()
+        self._start(job)
 
     def _refuse(self, job: Job, reason: str) -> None:
         self._admitted.pop(job.index, None)
         job.refusal = reason
         self.num_ended += 1
+        self.num_to_come -= 1
 
     def _expire(self) -> None:
         self._note_queue()

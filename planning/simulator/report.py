@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planning.simulator.cluster import Run
+from planning.simulator.jobs import Job
 from planning.simulator.traces import Trace
-from planning.simulator.workers import Job
 
 DIGITS = 6
 """Decimals of the numbers in a report."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from planning.simulator.cluster import ClusterSpec
-from planning.simulator.profiles import DecodeLaw
+from planning.simulator.jobs import FCFS, WorkerSpec
+from planning.simulator.laws import LinearLaw
 from planning.simulator.traces import Trace, TraceRequest
-from planning.simulator.workers import WorkerSpec
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing.price import RoutingSettings
@@ -24,16 +24,17 @@ def worker_spec(
     max_batch: int = 256,
     eviction: str = "lru-leaf-first",
     link: LinkSpeed | None = None,
+    chunking: str = FCFS,
 ) -> WorkerSpec:
     return WorkerSpec(
         num_pages=num_pages,
         page_size=page_size,
-        prefill=prefill,
-        decode=DecodeLaw(decode, decode),
+        law=LinearLaw(prefill, decode, decode),
         link=link or LinkSpeed(0.001, 1e9),
         kv_bytes_per_token=1000,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
+        chunking=chunking,
         eviction=eviction,
     )
 

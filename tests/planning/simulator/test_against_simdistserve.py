@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 
 from planning.simulator.cluster import simulate
-from planning.simulator.profiles import PROFILES_FOLDER, DecodeLaw, profile
+from planning.simulator.jobs import WorkerSpec
+from planning.simulator.laws import LinearLaw
+from planning.simulator.profiles import PROFILES_FOLDER, profile
 from planning.simulator.report import percentile, tpot_s, ttft_s
 from planning.simulator.traces import Trace, read_trace
-from planning.simulator.workers import WorkerSpec
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from tests.planning.simulator.small import cluster_spec
 
@@ -40,6 +41,12 @@ def workload(rate_per_s: float) -> Trace:
     return replace(trace, requests=tuple(requests))
 
 
+def linear(name: str) -> LinearLaw:
+    law = profile(name).law
+    assert isinstance(law, LinearLaw)
+    return law
+
+
 def slower(speed: DecodeSpeed) -> DecodeSpeed:
     return DecodeSpeed(speed.overhead_s + STEP_S, speed.s_per_sequence, speed.s_per_context_token + STEP_TOKEN_S)
 
@@ -49,16 +56,15 @@ def test_times_are_close_to_those_of_simdistserve(tp_prefill: int, rate: str) ->
     expected_ttft, expected_tpot = published(tp_prefill, rate)
     assert len(expected_ttft) == 500
     trace = workload(float(rate))
-    law = profile(f"a100-opt-13b-tp{tp_prefill}").prefill
-    overhead_s = law.overhead_s + STEP_S + PREFILL_STEP_S
-    law = PrefillSpeed(overhead_s, law.s_per_token + STEP_TOKEN_S, law.s_per_token_squared)
-    steps = profile("a100-opt-13b-tp1").decode
-    steps = DecodeLaw(slower(steps.small), slower(steps.large), steps.max_small)
+    speed = profile(f"a100-opt-13b-tp{tp_prefill}").law.prefill
+    overhead_s = speed.overhead_s + STEP_S + PREFILL_STEP_S
+    speed = PrefillSpeed(overhead_s, speed.s_per_token + STEP_TOKEN_S, speed.s_per_token_squared)
+    steps = linear("a100-opt-13b-tp1")
+    law = LinearLaw(speed, slower(steps.small), slower(steps.large), steps.max_small)
     worker = WorkerSpec(
         num_pages=10**6,
         page_size=16,
-        prefill=law,
-        decode=steps,
+        law=law,
         link=LinkSpeed(0.0, 1e30),
         kv_bytes_per_token=0,
         chunk_tokens=10**9,
@@ -79,7 +85,7 @@ def test_what_it_adds_to_a_step_is_what_a_request_alone_shows() -> None:
     first = workload(1.0).requests[0]
     assert (first.num_prompt_tokens, first.num_output_tokens) == (382, 55)
     ttft, tpot = published(1, "1.0")
-    law, step = profile("a100-opt-13b-tp1").prefill, slower(profile("a100-opt-13b-tp1").decode.small)
+    law, step = linear("a100-opt-13b-tp1").prefill, slower(linear("a100-opt-13b-tp1").small)
     expected_s = law.time_s(382) + STEP_S + PREFILL_STEP_S + STEP_TOKEN_S * 382
     assert ttft[0] == pytest.approx(expected_s, abs=1e-7)
     assert tpot[0] == pytest.approx(step.step_s(1, 382 + 27.5), rel=1e-4)

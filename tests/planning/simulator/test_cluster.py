@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planning.simulator.cluster import DEADLINE, PUSHED_OUT, QUEUE_FULL, TOO_LONG, Run, simulate
+from planning.simulator.jobs import Job
 from planning.simulator.report import Targets, answered, e2e_s, series, summary, tpot_s, ttft_s
 from planning.simulator.traces import TraceRequest
-from planning.simulator.workers import Job
 from services.scheduling.overload import Targets as Limits
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing.policies import POLICY_NAMES

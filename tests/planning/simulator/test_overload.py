@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from planning.simulator.cluster import PUSHED_OUT, QUEUE_FULL, ClusterSpec, simulate
+from planning.simulator.jobs import FCFS
 from planning.simulator.traces import TraceRequest
 from services.scheduling.overload import Targets
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
@@ -17,6 +18,7 @@ TTFT_S = 5.0
 SECONDS, RAMP_S = 100, 20
 BATCH_SHARE, INTERACTIVE_SHARE = 0.5, 0.15
 WORKER = worker_spec(
+    chunking=FCFS,
     num_pages=1200,
     prefill=PrefillSpeed(0.006, 0.0013),  # of a small model on a CPU
     decode=DecodeSpeed(0.02, 0.004, 1e-6),
@@ -84,7 +86,7 @@ def test_at_any_load_nearly_all_of_the_capacity_gives_good_answers(
     capacity_per_s: float, factor: float, seed: int
 ) -> None:
     got = outcome(arrivals(factor * capacity_per_s, seed=seed), replace(SPEC, targets=Targets(TTFT_S)))
-    assert got.good_per_s >= 0.95 * min(1.0, 0.85 * factor) * capacity_per_s
+    assert got.good_per_s >= 0.92 * min(1.0, 0.85 * factor) * capacity_per_s
     assert got.late_share <= 0.10
     assert set(got.batch_refusals) <= {QUEUE_FULL, PUSHED_OUT}, "by the bound of the queue, never by a prediction"
     if factor <= 1.0:

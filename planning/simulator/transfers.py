@@ -1,0 +1,58 @@
+"""How pages travel between simulated workers: a network card each, which those of one host share, and nothing fails.
+
+A transfer has both cards to itself, first come first served; a prompt's chunks are transfers one after the other. What
+is told about failures of transfers is `handoff`'s.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from planning.simulator.events import EventLoop
+from planning.simulator.jobs import Job
+from planning.simulator.prefill import PrefillWorker
+
+
+class Network:
+    """When each card is free, in seconds."""
+
+    def __init__(self) -> None:
+        self._free_s: dict[str, float] = {}
+
+    def book(self, *, source: str, target: str, now_s: float, duration_s: float) -> float:
+        """Returns when a transfer that may begin now has left both cards."""
+        free_s = self._free_s
+        end_s = max(now_s, free_s.get(source, 0.0), free_s.get(target, 0.0)) + duration_s
+        free_s[source] = free_s[target] = end_s
+        return end_s
+
+
+class Transfers:
+    """Sends the pages of chunks; calls `arrived` when a prompt's last ones are there."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        card_of: Callable[[str], str],
+        arrived: Callable[[PrefillWorker, Job, int], None],
+    ) -> None:
+        """`card_of` names the network card of a worker; `arrived` also gets the attempt that was sent."""
+        self._loop = loop
+        self._card_of = card_of
+        self._arrived = arrived
+        self._network = Network()
+
+    def send(self, worker: PrefillWorker, job: Job, *, is_last: bool) -> None:
+        """Sends what is computed of a prompt and not yet sent, but for what the receiver has cached."""
+        assert job.decode_lease is not None, "its pages are promised"
+        num_cached = min(job.decode_lease.num_cached * worker.spec.page_size, job.num_replayed_tokens - 1)
+        num_sent = max(job.num_sent_tokens, num_cached)
+        num_tokens = max(0, job.num_computed_tokens - num_sent)
+        job.num_sent_tokens = num_sent + num_tokens
+        end_s = self._network.book(
+            source=self._card_of(worker.worker_id),
+            target=self._card_of(job.decode_worker),
+            now_s=self._loop.now_s,
+            duration_s=num_tokens * worker.spec.kv_bytes_per_token / worker.spec.link.bytes_per_s,
+        )
+        if is_last:
+            self._loop.at(end_s + worker.spec.link.latency_s, partial(self._arrived, worker, job, job.attempt))
