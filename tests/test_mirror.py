@@ -135,6 +135,8 @@ WHOLE = {
     "kv_transfer/test_processes.py",
     "kv_transfer/transports/test_channels.py",
     "planning/simulator/test_against_simdistserve.py",
+    "planning/simulator/test_against_splitwise.py",
+    "planning/simulator/test_against_vllm.py",
     "planning/simulator/test_overload.py",
     "prefill_worker/test_grammars.py",
     "services/cluster/test_redis_tls.py",

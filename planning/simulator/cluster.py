@@ -139,8 +139,8 @@ class Cluster:
         """Requests that have an attempt under way, or wait for the next one."""
         self._retries: deque[Job] = deque()
         self._is_draining = False
-        self.transfers = Transfers(loop, self.card_of, self.end_transfer)
-        self.pool = Pool(loop, self._make, self._drain, bucket_s=self.bucket_s)
+        self.transfers = Transfers(loop, self.card_of, arrived=self.end_transfer)
+        self.pool = Pool(loop, self._make, changed=self._drain, bucket_s=self.bucket_s)
         self.queue_line = Timeline(self.bucket_s)
         self._queue_noted_s = 0.0
         self.prefill_line = Timeline(self.bucket_s)
@@ -180,7 +180,8 @@ class Cluster:
         most, pool = self.spec.max_sequence_tokens, self.pool
         cached: dict[str, int] = {}
         if job.blocks:
-            for worker in (*pool.prefills.values(), *pool.decodes.values()):
+            workers: list[Worker] = [*pool.prefills.values(), *pool.decodes.values()]
+            for worker in workers:
                 num_blocks = worker.pool.num_cached(job.blocks)
                 if num_blocks:
                     cached[worker.worker_id] = num_blocks * worker.spec.page_size
@@ -253,7 +254,7 @@ class Cluster:
     # --- failures ---
 
     def lose_worker(self, worker_id: str) -> None:
-        """A worker ends its work; whoever relies on it finds out by `note_lost`."""
+        """A worker ends its work; the gateway hears of it by `note_lost`."""
         worker = self.pool.find(worker_id)
         if worker is not None:
             worker.lose()
@@ -297,8 +298,8 @@ class Cluster:
     def _make(self, worker_id: str, role: str) -> Worker:
         busy = self.pool.busy[worker_id]
         if role == PREFILL:
-            return PrefillWorker(worker_id, self.spec.prefill, self._loop, busy, owner=self)
-        return DecodeWorker(worker_id, self.spec.decode, self._loop, busy, owner=self)
+            return PrefillWorker(worker_id, self.spec.prefill, loop=self._loop, busy=busy, owner=self)
+        return DecodeWorker(worker_id, self.spec.decode, loop=self._loop, busy=busy, owner=self)
 
     def _decode(self, job: Job) -> DecodeWorker:
         worker = self.pool.find(job.decode_worker)
@@ -397,9 +398,10 @@ class Cluster:
         )
 
     def _place(self, job: Job) -> bool:
+        num_pages = job.num_all_pages(self.spec.decode.page_size)
+        if not job.blocks and all(one.pool.num_available < num_pages for one in self.pool.decodes.values()):
+            return False  # the router would come to that too, after a long look at each
         prefills, decodes, cached = self.views(job)
-        if not decodes:
-            return False
         request = RouteRequest(
             num_prompt_tokens=job.num_replayed_tokens,
             max_new_tokens=job.num_left,

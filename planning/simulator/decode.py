@@ -13,7 +13,7 @@ from typing import Protocol
 
 from planning.simulator.block_cache import PagePool
 from planning.simulator.events import EventLoop
-from planning.simulator.jobs import Job, PromptLine, WorkerSpec
+from planning.simulator.jobs import WHOLE, Job, PromptLine, WorkerSpec
 from planning.simulator.timeline import Timeline
 from services.scheduling.prediction import DecodeSpeed
 
@@ -34,7 +34,7 @@ class DecodeWorker:
     """Generates answers; computes prompts too, where it is told to."""
 
     def __init__(
-        self, worker_id: str, spec: WorkerSpec, loop: EventLoop, busy: Timeline, *, owner: DecodeOwner
+        self, worker_id: str, spec: WorkerSpec, *, loop: EventLoop, busy: Timeline, owner: DecodeOwner
     ) -> None:
         self.worker_id = worker_id
         self.spec = spec
@@ -138,11 +138,16 @@ class DecodeWorker:
         if self.line:
             self.line.begin_waiting(self._begin, now_s)
             busy_s = speed.step_s(self.num_running, self.context_tokens) if self.num_running else None
-            self._run_chunks = self.line.next_chunks(self.num_running, busy_s, now_s)
+            self._run_chunks = self.line.next_chunks(self.num_running, busy_s=busy_s, now_s=now_s)
         if self._run_chunks:
             work = [(num_tokens, job.num_computed_tokens) for job, num_tokens in self._run_chunks]
-            time_s = self.pace * self.spec.law.step_s(work, self.num_running, self.context_tokens)
-            self._run_steps = 1 if self.num_running else 0
+            if self.spec.chunking == WHOLE and sum(n for n, _ in work) + self.num_running > self.spec.chunk_tokens:
+                time_s = self.pace * self.spec.law.step_s(work)
+            else:
+                time_s = self.pace * self.spec.law.step_s(
+                    work, num_sequences=self.num_running, context_tokens=self.context_tokens
+                )
+                self._run_steps = 1 if self.num_running else 0
         elif self.num_running:
             self._run_steps = self._by_finish[0][0] - self._step_index
             time_s = self._steps_s(self._run_steps)

@@ -14,7 +14,8 @@ from services.scheduling.queue import ServiceClass
 TANDEM, FCFS, WHOLE = "tandem", "fcfs", "whole"
 CHUNKINGS = (TANDEM, FCFS, WHOLE)
 """Which tokens of prompts a step has: by the workers' own `ChunkScheduler`; as many as fit, first come first served, as
-vLLM does; whole prompts that fit together, first come first served, at least one."""
+vLLM does; whole prompts that fit together, first come first served, at least one, while sequences pause that no longer
+fit, as in splitwise-sim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,8 @@ class Job:
         return -(-(self.num_prompt_tokens + self.num_output_tokens) // page_size)
 
 
-def prompt_s(spec: WorkerSpec, num_tokens: int, before: int = 0) -> float:
-    """Returns how long a worker is predicted to take for a prompt that is alone there, with the steps it is cut into."""
+def prompt_s(spec: WorkerSpec, num_tokens: int, *, before: int = 0) -> float:
+    """Returns how long a worker is predicted to take for a prompt alone, with the steps it is cut into."""
     speed = spec.law.prefill
     time_s = speed.time_s(num_tokens, before)
     if spec.chunking != TANDEM:
@@ -155,18 +156,19 @@ class PromptLine:
                     now_s=now_s,
                 )
 
-    def next_chunks(self, num_sequences: int, busy_s: float | None, now_s: float) -> list[tuple[Job, int]]:
+    def next_chunks(self, num_sequences: int, *, busy_s: float | None, now_s: float) -> list[tuple[Job, int]]:
         """Returns the chunks of the next step, of prompts that have begun."""
         if not self.begun:
             return []
-        budget = max(1, self._spec.chunk_tokens - num_sequences)
+        is_whole = self._spec.chunking == WHOLE
+        budget = self._spec.chunk_tokens if is_whole else max(1, self._spec.chunk_tokens - num_sequences)
         if self._scheduler is not None:
             chunks = self._scheduler.next_step(speed=self._speed, now_s=now_s, max_tokens=budget, busy_s=busy_s)
             return [(self.begun[int(str(chunk.key))], chunk.num_tokens) for chunk in chunks]
         found: list[tuple[Job, int]] = []
         for job in self.begun.values():
             num_left = job.num_replayed_tokens - job.num_computed_tokens
-            if self._spec.chunking == FCFS:
+            if not is_whole:
                 num_left = min(num_left, budget)
             if budget <= 0 or (found and num_left > budget):
                 break
@@ -205,7 +207,7 @@ class PromptLine:
 
     def _price(self, job: Job) -> None:
         num_left = job.num_replayed_tokens - job.num_computed_tokens
-        job.waiting_s = prompt_s(self._spec, num_left, job.num_computed_tokens)
+        job.waiting_s = prompt_s(self._spec, num_left, before=job.num_computed_tokens)
         self.num_tokens += num_left
         self.time_s += job.waiting_s
 

@@ -30,7 +30,7 @@ class StepLaw(Protocol):
         """Returns the line of steps without prompts, for a batch of this size."""
         ...
 
-    def step_s(self, chunks: Sequence[Chunk], num_sequences: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[Chunk], *, num_sequences: int = 0, context_tokens: int = 0) -> float:
         """Returns the seconds of a step with prompts; the sequences look back on `context_tokens` tokens together."""
         ...
 
@@ -51,7 +51,7 @@ class LinearLaw:
         """Returns the line that holds for a batch of this size."""
         return self.small if num_sequences <= self.max_small else self.large
 
-    def step_s(self, chunks: Sequence[Chunk], num_sequences: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[Chunk], *, num_sequences: int = 0, context_tokens: int = 0) -> float:
         """Returns what the prompts take, and what the sequences take."""
         start_s = self.prefill.overhead_s
         time_s = start_s + sum(self.prefill.time_s(num_tokens, before) - start_s for num_tokens, before in chunks)
@@ -106,7 +106,7 @@ class LayeredLaw:
         self._lines: dict[int, DecodeSpeed] = {}
         self._overheads = Table([(size, fixed) for size, fixed, _ in times.decode_attention])
         self._slopes = Table([(size, slope) for size, _, slope in times.decode_attention])
-        self.prefill = line_of_prompts(lambda num_tokens, before: self.step_s([(num_tokens, before)], 0, 0))
+        self.prefill = line_of_prompts(lambda num_tokens, before: self.step_s([(num_tokens, before)]))
 
     def decode_at(self, num_sequences: int) -> DecodeSpeed:
         """Returns the line for a batch size, whose sequences have no term of their own left."""
@@ -120,7 +120,7 @@ class LayeredLaw:
             self._lines[num_sequences] = line
         return line
 
-    def step_s(self, chunks: Sequence[Chunk], num_sequences: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[Chunk], *, num_sequences: int = 0, context_tokens: int = 0) -> float:
         """Returns the seconds of a mixed step. Each of its prompts counts as one that gives a token."""
         times, num_new = self.times, sum(num_tokens for num_tokens, _ in chunks)
         fixed_s, token_s, pair_s, before_s = times.prompt_attention
@@ -150,7 +150,7 @@ class BatchedLaw:
         """Returns a constant."""
         return DecodeSpeed(self._token.at(num_sequences), 0.0)
 
-    def step_s(self, chunks: Sequence[Chunk], num_sequences: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[Chunk], *, num_sequences: int = 0, context_tokens: int = 0) -> float:
         """Returns the time of as many prompt tokens as the step has tokens."""
         del context_tokens  # cost nothing here
         prompt_s = self._prompt.at(sum(num_tokens for num_tokens, _ in chunks) + num_sequences)

@@ -36,7 +36,7 @@ class Pool:
     """All workers by role. `make` builds one that is ready; `changed` is called when there is more or less of them."""
 
     def __init__(
-        self, loop: EventLoop, make: Callable[[str, str], Worker], changed: Callable[[], None], *, bucket_s: float
+        self, loop: EventLoop, make: Callable[[str, str], Worker], *, changed: Callable[[], None], bucket_s: float
     ) -> None:
         self._loop = loop
         self._make = make

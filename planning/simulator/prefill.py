@@ -34,7 +34,7 @@ class PrefillWorker:
     """Computes prompts."""
 
     def __init__(
-        self, worker_id: str, spec: WorkerSpec, loop: EventLoop, busy: Timeline, *, owner: PrefillOwner
+        self, worker_id: str, spec: WorkerSpec, *, loop: EventLoop, busy: Timeline, owner: PrefillOwner
     ) -> None:
         self.worker_id = worker_id
         self.spec = spec
@@ -95,12 +95,12 @@ class PrefillWorker:
     def _step(self) -> None:
         now_s = self._loop.now_s
         self.line.begin_waiting(self._begin, now_s)
-        chunks = self.line.next_chunks(0, None, now_s)
+        chunks = self.line.next_chunks(0, busy_s=None, now_s=now_s)
         self._is_stepping = bool(chunks)
         if chunks:
             work = [(num_tokens, job.num_computed_tokens) for job, num_tokens in chunks]
             self._step_began_s = now_s
-            self._loop.at(now_s + self.pace * self.spec.law.step_s(work, 0, 0), partial(self._end_step, chunks))
+            self._loop.at(now_s + self.pace * self.spec.law.step_s(work), partial(self._end_step, chunks))
 
     def _begin(self, job: Job) -> int | None:
         job.prefill_lease = self.pool.reserve(job.blocks, job.num_pages(self.spec.page_size))

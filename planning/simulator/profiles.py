@@ -7,7 +7,7 @@ import statistics
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from planning.simulator.fitting import fitted
@@ -150,6 +150,7 @@ def _medians(rows: Mapping[int, list[float]]) -> Table:
     return Table((place, statistics.median(values)) for place, values in rows.items())
 
 
+@cache
 def _layered(name: str, text: str) -> dict[str, Profile]:
     """Parts of steps, measured alone: dense layers and outputs as tables, attention by closed forms."""
     rows: dict[str, list[tuple[int, int, float]]] = {}

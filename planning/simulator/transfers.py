@@ -1,7 +1,6 @@
 """How pages travel between simulated workers: a network card each, which those of one host share, and nothing fails.
 
-A transfer has both cards to itself, first come first served; a prompt's chunks are transfers one after the other. What
-is told about failures of transfers is `handoff`'s.
+A transfer has both cards to itself, first come first served; the chunks of a prompt are transfers one after the other.
 """
 
 from collections.abc import Callable
@@ -27,12 +26,13 @@ class Network:
 
 
 class Transfers:
-    """Sends the pages of chunks; calls `arrived` when a prompt's last ones are there."""
+    """Sends the pages of chunks; calls `arrived` when the last ones of a prompt have come."""
 
     def __init__(
         self,
         loop: EventLoop,
         card_of: Callable[[str], str],
+        *,
         arrived: Callable[[PrefillWorker, Job, int], None],
     ) -> None:
         """`card_of` names the network card of a worker; `arrived` also gets the attempt that was sent."""
