@@ -12,7 +12,7 @@ from cli.commands import CommandParser
 from planning.simulator import html_report, report
 from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
-from planning.simulator.jobs import WorkerSpec
+from planning.simulator.jobs import CHUNKINGS, TANDEM, WorkerSpec
 from planning.simulator.profiles import PROFILES_FOLDER, Profile, linear_profile, profile
 from planning.simulator.traces import Trace, compressed, read_trace
 from services.runtime.config import option
@@ -82,6 +82,11 @@ class ReplaySettings:
     eviction: str = option(choice(*EVICTIONS), default=LRU_LEAF_FIRST, help="Which remembered block goes first.")
     chunk_tokens: int = option(integer(1), default=8192, help="Most prompt tokens of a prefill worker's step.")
     decode_chunk_tokens: int = option(integer(1), default=512, help="Most prompt tokens of a decode worker's step.")
+    chunking: str = option(
+        choice(*CHUNKINGS),
+        default=TANDEM,
+        help="Which tokens of prompts a step has: by the workers' own scheduler, as many as fit, or whole prompts.",
+    )
     max_batch: int = option(integer(1), default=256, help="Most sequences of a decode step.")
     max_sequence_tokens: int = option(integer(2), default=262_144, help="Longest prompt and answer together.")
     link_bytes_per_s: int = option(size_bytes(), default=25 * 10**9, help="Bytes per second of a worker's link.")
@@ -129,7 +134,10 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     runs: list[Run] = []
     summaries: list[dict[str, Any]] = []
     if settings.capacity_sweep is None or settings.policy is not None:
-        spec = cluster_spec(settings, trace)
+        speeds = _profile(settings)
+        spec = cluster_spec(settings, trace, speeds)
+        for error in speeds.errors:
+            print(f"{speeds.name}: {error}", file=stdout)
         targets = report.Targets(settings.slo_ttft, settings.slo_tpot)
         for policy in _policies(settings):
             progress = _Progress(policy, stderr) if len(trace.requests) >= NUM_LONG else None
@@ -155,10 +163,9 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     return 0
 
 
-def cluster_spec(settings: ReplaySettings, trace: Trace) -> ClusterSpec:
+def cluster_spec(settings: ReplaySettings, trace: Trace, speeds: Profile) -> ClusterSpec:
     """The simulated cluster. Pages are the trace's blocks where it has any. Raises ConfigError."""
     page_size = trace.block_tokens or settings.page_size
-    speeds = _profile(settings)
     workers = []
     for kv_tokens, chunk_tokens in (
         (settings.prefill_kv_tokens, settings.chunk_tokens),
@@ -172,6 +179,7 @@ def cluster_spec(settings: ReplaySettings, trace: Trace) -> ClusterSpec:
                 link=LinkSpeed(settings.link_latency_s, settings.link_bytes_per_s),
                 kv_bytes_per_token=speeds.kv_bytes_per_token,
                 chunk_tokens=chunk_tokens,
+                chunking=settings.chunking,
                 max_batch=settings.max_batch,
                 eviction=settings.eviction,
             )
