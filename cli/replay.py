@@ -135,7 +135,7 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     summaries: list[dict[str, Any]] = []
     if settings.capacity_sweep is None or settings.policy is not None:
         speeds = _profile(settings)
-        spec = cluster_spec(settings, trace, speeds)
+        spec = cluster_spec(settings, trace, speeds=speeds)
         for error in speeds.errors:
             print(f"{speeds.name}: {error}", file=stdout)
         targets = report.Targets(settings.slo_ttft, settings.slo_tpot)
@@ -163,7 +163,7 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     return 0
 
 
-def cluster_spec(settings: ReplaySettings, trace: Trace, speeds: Profile) -> ClusterSpec:
+def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> ClusterSpec:
     """The simulated cluster. Pages are the trace's blocks where it has any. Raises ConfigError."""
     page_size = trace.block_tokens or settings.page_size
     workers = []
