@@ -109,11 +109,10 @@ def lines() -> Round:
             with call:
                 trace = log.trace(spec.request_id, **told)
                 trace.num_attempts = 1
-                trace.note_workers("prefill-0", "decode-0")
-                trace.enter("prefill")
-                trace.enter("transfer")
-                trace.enter("decode")
-                trace.end(None, prompt_tokens=100, cached_tokens=16, new_tokens=200, finish_reason="stop")
+                trace.workers |= {"prefill-0": None, "decode-0": None}
+                for phase in ("prefill", "transfer", "decode"):
+                    trace.enter(phase, log.now_s())
+                trace.end(None, log.now_s(), prompt_tokens=100, cached_tokens=16, new_tokens=200, finish_reason="stop")
         return NUM_REQUESTS
 
     return work

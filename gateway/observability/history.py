@@ -128,7 +128,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             # Without a prefill worker there was no other way.
             _us(other_s) if route.prefills else None,
             *(("", None) if rival is None else (rival[0], _us(rival[1]))),
-            {name: _us(inputs[name]) or 0 for name in _PARTS if inputs.get(name)},
+            {name: _us(term) or 0 for name in _PARTS if (term := inputs.get(name))},
             predicted_second_us=_us(route.predicted_second_s) or 0,
             predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
             uncorrected_us=(_us(first_s) or 0, _us(second_s) or 0),
@@ -420,7 +420,7 @@ def _has_all(text: str, words: Sequence[str]) -> bool:
 def _us(seconds: float | int | str | None) -> int | None:
     """Returns the time in microseconds; None where a worker reports an impossible one."""
     microseconds = math.nan if seconds is None else float(seconds) * 1e6
-    return round(microseconds) if abs(microseconds) < 1e15 else None
+    return round(microseconds) if -1e15 < microseconds < 1e15 else None
 
 
 def _said(microseconds: int) -> str:

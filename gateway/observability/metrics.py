@@ -62,15 +62,58 @@ _TRANSPORTS = frozenset(("none", "loopback", *TRANSPORTS))
 class RequestFigures:
     """The figures of one model and service class: looked up once for an answer, written with each of its tokens."""
 
-    __slots__ = ("generated_tokens", "itl_s", "prompt_size", "size", "ttft_s")
+    __slots__ = (
+        *("failovers", "first_predictions", "generated_tokens", "itl_s", "phases_s", "prefix_hit_tokens"),
+        *("prefix_queried_tokens", "prompt_size", "prompt_tokens", "queue_s", "second_predictions", "size", "ttft_s"),
+        *("_metrics", "_handoffs_s", "_model", "_whose"),
+    )
 
     def __init__(self, metrics: "Metrics", model: str, service_class: str) -> None:
-        whose = (model, service_class)
+        self._metrics, self._model, self._whose = metrics, model, (model, service_class)
+        whose = self._whose
         self.ttft_s = metrics.ttft_s.labels(*whose)
         self.itl_s = metrics.itl_s.labels(*whose)
+        self.queue_s = metrics.queue_s.labels(*whose)
+        self.phases_s = [metrics.phases_s.labels(*whose, phase) for phase in PHASES]
         self.prompt_size = metrics.prompt_size.labels(*whose)
         self.size = metrics.size.labels(*whose)
         self.generated_tokens = metrics.generated_tokens.labels(model)
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.prefix_queried_tokens = metrics.prefix_queried_tokens.labels(model)
+        self.prefix_hit_tokens = metrics.prefix_hit_tokens.labels(model)
+        self.first_predictions = metrics.predictions.labels(model, "first")
+        self.second_predictions = metrics.predictions.labels(model, "second")
+        self.failovers = metrics.failovers.labels(model)
+        self._handoffs_s = metrics.handoffs_s.labels(model)
+
+    def note_answer(self, *, prompt_tokens: int, tokens: int, finish_reason: str) -> None:
+        """Notes that an answer ended, and after how many tokens. Without a `finish_reason` it failed."""
+        self.prompt_size.observe(prompt_tokens)
+        self.size.observe(tokens)
+        self.prompt_tokens.value += prompt_tokens
+        if finish_reason:
+            self._metrics.answers.labels(self._model, finish_reason).value += 1
+
+    def note_end(
+        self, outcome: str, *, total_s: float, phases_s: Sequence[float] | None = None, trace_id: str = ""
+    ) -> None:
+        """Notes that a request ended as one of OUTCOMES; `phases_s` are in the order of PHASES.
+
+        None: no answer of it was begun. `trace_id` is that of its trace, where one is recorded.
+        """
+        durations_s = self._metrics.durations_s.labels(*self._whose, outcome)
+        durations_s.observe(total_s)
+        if trace_id:
+            durations_s.exemplify(total_s, trace_id)
+        if phases_s is not None:
+            for phase, seconds in zip(self.phases_s, phases_s, strict=True):
+                phase.observe(seconds)
+
+    def note_handoff(self, transport: str, *, num_bytes: int, exposed_s: float) -> None:
+        """Notes that a decode worker has an answer's pages."""
+        self._handoffs_s.observe(exposed_s)
+        known = transport if transport in _TRANSPORTS else "other"
+        self._metrics.handoff_bytes.labels(self._model, known).value += num_bytes
 
 
 class Metrics:
@@ -129,14 +172,14 @@ class Metrics:
             DURATION_BUCKETS_S,
             "outcome",
         )
-        self._handoffs_s = Distributions(
+        self.handoffs_s = Distributions(
             "tandem_handoff_exposed_seconds",
             "Time of a handoff of pages that computing did not hide: from the seal to the commit.",
             ("model",),
             self._fast_registry,
             bounds=WAIT_BUCKETS_S,
         )
-        self._predictions = Distributions(
+        self.predictions = Distributions(
             "tandem_token_prediction_ratio",
             "Time from the choice of workers to an answer's first or second token, over what was predicted then.",
             ("model", "token"),
@@ -156,18 +199,18 @@ class Metrics:
         self.generated_tokens = self._counts(
             "generated_tokens", "Tokens delivered by workers and not dropped.", "model"
         )
-        self._prompt_tokens = self._counts("prompt_tokens", "Tokens of prompts of ended answers.", "model")
-        self._prefix_queried_tokens = self._counts(
+        self.prompt_tokens = self._counts("prompt_tokens", "Tokens of prompts of ended answers.", "model")
+        self.prefix_queried_tokens = self._counts(
             "prefix_queried_tokens",
             "Prompt tokens of answers whose first token came: what could have been found in a cache.",
             "model",
         )
-        self._prefix_hit_tokens = self._counts(
+        self.prefix_hit_tokens = self._counts(
             "prefix_hit_tokens",
             "Those prompt tokens that were not computed because their pages were found in a cache.",
             "model",
         )
-        self._handoff_bytes = self._counts(
+        self.handoff_bytes = self._counts(
             "handoff_bytes", "Payload bytes of handoffs that were committed.", "model", "transport"
         )
         self._tenant_tokens = self._counts(
@@ -178,14 +221,14 @@ class Metrics:
         )
 
     def _make_events(self) -> None:
-        self._answers = self._counter(
+        self.answers = self._counts(
             "answers", "Answers that ended well, by why: stop, length.", "model", "finish_reason"
         )
         self.retries = self._counter("failed_attempts", "Attempts that failed.")
         self._retries_by_reason = self._counter(
             "retries", "Failed attempts after which the answer was tried again, by what they failed of.", "reason"
         )
-        self._failovers = self._counter(
+        self.failovers = self._counter(
             "failovers",
             "Answers that workers had begun, that failed there, and that other workers, or the same, took again.",
             "model",
@@ -288,67 +331,11 @@ class Metrics:
         figures = self._figures.get(key)
         if figures is None:
             figures = self._figures[key] = RequestFigures(self, model, service_class)
-            self._failovers.labels(model)
         return figures
-
-    def note_placed(self, model: str, service_class: str, queue_s: float) -> None:
-        """Notes that workers took an answer for the first time."""
-        self.queue_s.labels(model, service_class).observe(queue_s)
-
-    def note_first_token(self, model: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """Notes an answer's first token, with which it is known how much of its prompt was cached."""
-        self._prefix_queried_tokens.labels(model).value += prompt_tokens
-        self._prefix_hit_tokens.labels(model).value += cached_tokens
-
-    def note_answer(
-        self, model: str, service_class: str, *, prompt_tokens: int, tokens: int, finish_reason: str
-    ) -> None:
-        """Notes that an answer ended, and after how many tokens. Without a `finish_reason` it failed."""
-        figures = self.of(model, service_class)
-        figures.prompt_size.observe(prompt_tokens)
-        figures.size.observe(tokens)
-        self._prompt_tokens.labels(model).value += prompt_tokens
-        if finish_reason:
-            self._answers.labels(model, finish_reason).inc()
-
-    def note_end(
-        self,
-        model: str,
-        service_class: str,
-        outcome: str,
-        *,
-        total_s: float,
-        phases_s: Mapping[str, float] | None = None,
-        trace_id: str = "",
-    ) -> None:
-        """Notes that a request ended as one of OUTCOMES; `phases_s` None: no answer of it was begun.
-
-        `trace_id` is that of its trace, where one is recorded.
-        """
-        durations_s = self.durations_s.labels(model, service_class, outcome)
-        durations_s.observe(total_s)
-        durations_s.exemplify(total_s, trace_id)
-        for phase, seconds in (phases_s or {}).items():
-            self.phases_s.labels(model, service_class, phase).observe(seconds)
-
-    def note_handoff(self, model: str, transport: str, *, num_bytes: int, exposed_s: float) -> None:
-        """Notes that a decode worker has an answer's pages."""
-        self._handoffs_s.labels(model).observe(exposed_s)
-        known = transport if transport in _TRANSPORTS else "other"
-        self._handoff_bytes.labels(model, known).value += num_bytes
-
-    def note_prediction(self, model: str, token: str, predicted_s: float, seen_s: float) -> None:
-        """Notes how long after the choice of workers an answer's `first` or `second` token came."""
-        if predicted_s > 0:
-            self._predictions.labels(model, token).observe(seen_s / predicted_s)
 
     def note_retry(self, reason: str) -> None:
         """Notes that an attempt failed for one of a few reasons, and that the answer is tried again."""
         self._retries_by_reason.labels(reason).inc()
-
-    def note_failover(self, model: str) -> None:
-        """Notes that workers took an answer again after it had failed on others."""
-        self._failovers.labels(model).inc()
 
     def note_sent(self, role: str, worker_id: str) -> None:
         """Notes that a worker took an attempt."""
@@ -437,8 +424,8 @@ class Metrics:
             self.ttft_s.totals(),
             self.itl_s.totals(),
             self.generated_tokens.total(),
-            self._prefix_queried_tokens.total(),
-            self._prefix_hit_tokens.total(),
+            self.prefix_queried_tokens.total(),
+            self.prefix_hit_tokens.total(),
         )
 
     def circuit(self, worker_id: str) -> CircuitState:

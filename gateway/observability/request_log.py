@@ -18,12 +18,10 @@ the descriptions of slow requests, which are a second line. Times are whole micr
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
-
-import msgspec
 
 from gateway.limits import SLOW_REQUEST_S
 from gateway.observability.history import MAX_STEPS, AnswerStory, History, Row
@@ -44,59 +42,27 @@ MAX_NAME_CHARS = 256
 Phase = Literal["queue", "prefill", "transfer", "decode"]
 Outcome = Literal["finished", "failed", "cancelled", "refused"]
 
-_WORDS: dict[Phase, str] = {
-    "queue": "waiting for workers",
-    "prefill": "until the first token",
-    "transfer": "handing over",
-    "decode": "generating",
-}
+_WORDS = ("waiting for workers", "until the first token", "handing over", "generating")
+"""What is said of each phase, in their order."""
 
 logger = logging.getLogger(__name__)
 
 
-class Waterfall:
-    """The phases of one answer, of which it is always in one. Times in seconds of one monotonic clock."""
-
-    __slots__ = ("_began_s", "_since_us", "_spent_us", "phase", "steps")
-
-    def __init__(self, began_s: float) -> None:
-        self.phase: Phase = "queue"
-        self._began_s = began_s
-        self._since_us = 0
-        self._spent_us: dict[Phase, int] = {"queue": 0, "prefill": 0, "transfer": 0, "decode": 0}
-        self.steps: list[tuple[str, int]] = [("queue", 0)]
-        """Phases and when they began, in microseconds; the first `MAX_STEPS` of them."""
-
-    def enter(self, phase: Phase, now_s: float) -> None:
-        """Notes that the answer enters this phase."""
-        now_us = self.us(now_s)
-        self._spent_us[self.phase] += now_us - self._since_us
-        self._since_us = now_us
-        self.phase = phase
-        if len(self.steps) < MAX_STEPS:
-            self.steps.append((phase, now_us))
-
-    def until(self, now_s: float) -> dict[Phase, int]:
-        """Returns the microseconds of each phase, up to now: they sum up to the whole."""
-        return self._spent_us | {self.phase: self._spent_us[self.phase] + self.us(now_s) - self._since_us}
-
-    def us(self, now_s: float) -> int:
-        """Returns the microseconds from the beginning, never fewer than before: clocks of threads lag."""
-        return max(self._since_us, round((now_s - self._began_s) * 1e6))
-
-
 class AnswerTrace:
-    """What the log will say of one answer; `Requests.run` writes it down as it happens."""
+    """What the log will say of one answer, which is always in one `phase`; `Requests.run` writes it down.
+
+    Times in seconds of one monotonic clock.
+    """
 
     __slots__ = (
         *("cached_tokens", "code", "finish_reason", "name", "new_tokens", "num_attempts", "num_moves", "outcome"),
-        *("overload", "prompt_tokens", "story", "waterfall", "workers", "_log", "_opened"),
+        *("overload", "phase", "prompt_tokens", "story", "workers", "_began_s", "_opened", "_since_us", "_spent_us"),
     )
 
-    def __init__(self, name: str, arrived_s: float, log: "RequestLog", opened: "OpenCall") -> None:
+    def __init__(self, name: str, arrived_s: float, opened: "OpenCall") -> None:
         self.name = name
-        self.waterfall = Waterfall(arrived_s)
-        self.story = AnswerStory(self.waterfall.steps)
+        self.phase: Phase = "queue"
+        self.story = AnswerStory([("queue", 0)])
         self.num_attempts = 0
         self.num_moves = 0
         self.workers: dict[str, None] = {}
@@ -104,37 +70,51 @@ class AnswerTrace:
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
         self.finish_reason = self.code = self.overload = ""
         self.outcome: Outcome = "finished"
-        self._log = log
+        self._began_s = arrived_s
         self._opened = opened
+        self._since_us = 0
+        self._spent_us: dict[Phase, int] = {"queue": 0, "prefill": 0, "transfer": 0, "decode": 0}
 
-    def enter(self, phase: Phase) -> None:
-        """Notes that the answer enters this phase."""
-        self.waterfall.enter(phase, self._log.now_s())
+    def enter(self, phase: Phase, now_s: float) -> int:
+        """Notes that the answer enters this phase. Returns when, in microseconds from its arrival."""
+        now_us = self.us(now_s)
+        self._spent_us[self.phase] += now_us - self._since_us
+        self._since_us = now_us
+        self.phase = phase
+        steps = self.story.steps
+        if len(steps) < MAX_STEPS:
+            steps.append((phase, now_us))
+        return now_us
 
-    def note_workers(self, *ids: str) -> None:
-        """Notes workers that have the answer, or a part of it."""
-        self.workers.update(dict.fromkeys(ids))
+    def until(self, now_s: float) -> dict[Phase, int]:
+        """Returns the microseconds of each phase, up to now: they sum up to the whole."""
+        spent_us = self._spent_us.copy()
+        spent_us[self.phase] += self.us(now_s) - self._since_us
+        return spent_us
+
+    def us(self, now_s: float) -> int:
+        """Returns the microseconds from the beginning, never fewer than before: clocks of threads lag."""
+        now_us = round((now_s - self._began_s) * 1e6)
+        return now_us if now_us > self._since_us else self._since_us
 
     def end(
         self,
         error: BaseException | None,
+        now_s: float,
         *,
         prompt_tokens: int,
         cached_tokens: int,
         new_tokens: int,
         finish_reason: str,
-        tpot_s: float = 0.0,
     ) -> None:
         """Notes that it is over. Keeps only the code of the error, whose traceback would hold much more in memory."""
         self.prompt_tokens, self.cached_tokens, self.new_tokens = prompt_tokens, cached_tokens, new_tokens
         self.finish_reason = finish_reason
-        self.story.tokens, self.story.tpot_us = new_tokens, round(tpot_s * 1e6)
-        self.story.ended_us = self.waterfall.us(self._log.now_s())
-        self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
-        self.code = "" if error is None else code_of(error)
-        self.overload = overload_of(error)
+        self.story.tokens, self.story.ended_us = new_tokens, self.us(now_s)
+        if error is not None:
+            self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
+            self.code, self.overload = code_of(error), overload_of(error)
         self._opened.ended.append(self)
-        self._log.has_line(error)
 
 
 class CallFacts(NamedTuple):
@@ -149,6 +129,10 @@ class CallFacts(NamedTuple):
     answers: tuple[str, ...] = ()
 
 
+NOBODY = CallFacts("", "", "", "", "")
+"""The facts of a call of which nothing was read."""
+
+
 @dataclass(slots=True)
 class OpenCall:
     """What is known of a call until its line is written."""
@@ -159,32 +143,6 @@ class OpenCall:
     names: list[str] = field(default_factory=list)
     """The names of its answers towards workers."""
     ended: list[AnswerTrace] = field(default_factory=list)
-
-
-class Summary(msgspec.Struct):
-    """What a line says of a request. Times in microseconds; `workers` in the order in which they came.
-
-    `overload` is what was short, where the cluster was full; only counted.
-    """
-
-    outcome: Outcome
-    code: str
-    phases_us: dict[Phase, int]
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    num_attempts: int = 0
-    num_moves: int = 0
-    workers: tuple[str, ...] = ()
-    finish_reasons: tuple[str, ...] = ()
-    answers: tuple[AnswerStory, ...] = ()
-    """The stories of the answers of the model that answered."""
-    overload: str = ""
-
-    @property
-    def total_us(self) -> int:
-        """From arrival to the end."""
-        return sum(self.phases_us.values())
 
 
 class RequestLog:
@@ -227,7 +185,7 @@ class RequestLog:
         opened = self._calls.get(name)
         if opened is None:  # Its call is over, so nobody reads it.
             opened = OpenCall(arrived_s, service_class, tenant)
-        return AnswerTrace(name, arrived_s, self, opened)
+        return AnswerTrace(name, arrived_s, opened)
 
     def note_refusal(
         self, error: BaseException, *, facts: CallFacts | None = None, arrived_s: float | None = None
@@ -240,10 +198,9 @@ class RequestLog:
             return
         self.has_line(error)
         total_us = 0 if arrived_s is None else max(0, round((self.now_s() - arrived_s) * 1e6))
-        phases: dict[Phase, int] = {"queue": total_us, "prefill": 0, "transfer": 0, "decode": 0}
-        summary = Summary(outcome_of(error, was_placed=False), code_of(error), phases, overload=overload_of(error))
-        names = {} if facts is None else _names(facts)
-        self._write(summary, {name: value[:MAX_NAME_CHARS] for name, value in names.items()}, num_answers=0)
+        row = _row(NOBODY if facts is None else facts, outcome_of(error, was_placed=False))
+        row.code, row.queue_us, row.total_us = code_of(error), total_us, total_us
+        self._write(row, (), overload=overload_of(error), is_named=facts is not None)
 
     def note_end(self, opened: OpenCall, facts: CallFacts, error: BaseException | None) -> None:
         """Notes that an accepted call is over. An error that its client met in the middle of an answer is known."""
@@ -252,34 +209,25 @@ class RequestLog:
         self.has_line(error)
         if not opened.ended and error is None:
             return  # Nothing was left to do, or another call continues it.
-        summary = _summary(set(facts.answers), opened, error, self.now_s())
-        phases_s: dict[str, float] = {phase: spent_us / 1e6 for phase, spent_us in summary.phases_us.items()}
-        self._metrics.note_end(
-            facts.model,
-            facts.service_class,
-            summary.outcome,
-            total_s=summary.total_us / 1e6,
-            phases_s=phases_s if summary.num_attempts else None,
-            trace_id=self._exported_trace_id(facts, summary),
+        row = _row(facts, "finished")
+        stories, overload = _sum_up(row, facts, opened, error, self.now_s())
+        is_slow = 0 < self._slow_us <= row.total_us
+        phases_us = (row.queue_us, row.prefill_us, row.transfer_us, row.decode_us)
+        self._metrics.of(facts.model, facts.service_class).note_end(
+            row.outcome,
+            total_s=row.total_us / 1e6,
+            phases_s=[spent_us / 1e6 for spent_us in phases_us] if row.attempts else None,
+            trace_id=_exported_trace_id(facts, row, is_slow=is_slow) if telemetry.is_on() else "",
         )
         self._metrics.note_tenant(
             facts.tenant,
-            summary.outcome,
-            prompt_tokens=summary.prompt_tokens,
-            generated_tokens=summary.new_tokens,
+            row.outcome,
+            prompt_tokens=row.prompt_tokens,
+            generated_tokens=row.generated_tokens,
         )
-        names = _names(facts)
-        if facts.fallback:
-            names["fallback"] = facts.fallback
-        self._write(summary, names, num_answers=len(facts.answers))
-        if 0 < self._slow_us <= summary.total_us:
-            self._say_slow(summary, {"request_id": facts.request_id, "model": facts.model})
-
-    def _exported_trace_id(self, facts: CallFacts, summary: Summary) -> str:
-        """Returns the id of a trace whose spans are exported, as 32 hex digits; else the empty text."""
-        context = telemetry.extract(facts.traceparent) if telemetry.is_on() else None
-        is_kept = summary.outcome == "failed" or 0 < self._slow_us <= summary.total_us
-        return f"{context.trace_id:032x}" if context is not None and (context.is_sampled or is_kept) else ""
+        self._write(row, stories, overload=overload)
+        if is_slow:
+            self._say_slow(row, stories)
 
     def has_line(self, error: BaseException | None) -> None:
         """Notes that the request of this error has its line or will have it, wherever else the error is met."""
@@ -301,69 +249,26 @@ class RequestLog:
             opened.names.append(name)
             self._calls[name] = opened
 
-    def _write(self, summary: Summary, names: dict[str, str], *, num_answers: int) -> None:
+    def _write(self, row: Row, stories: Sequence[AnswerStory], *, overload: str, is_named: bool = True) -> None:
         """Writes the line, or counts one more request that has none."""
-        if summary.overload:
-            self._metrics.note_overload(summary.overload)
-        is_good = self.history.note_end(summary.outcome, summary.answers)
-        if summary.outcome == "refused" and not self._refused.take(self.now_s()):
-            self._left_out[summary.code] += 1
+        if overload:
+            self._metrics.note_overload(overload)
+        row.is_good = self.history.note_end(row.outcome, stories)
+        if row.outcome == "refused" and not self._refused.take(self.now_s()):
+            self._left_out[row.code] += 1
             self._metrics.note_unlogged("refused")
             self._count_soon()
             return
-        self._remember(summary, names, num_answers=num_answers, is_good=is_good)
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        fields: dict[str, Any] = {
-            **names,
-            "outcome": summary.outcome,
-            "code": summary.code,
-            "finish_reason": ",".join(summary.finish_reasons),
-            "answers": num_answers,
-            "prompt_tokens": summary.prompt_tokens,
-            "cached_tokens": summary.cached_tokens,
-            "generated_tokens": summary.new_tokens,
-            "attempts": summary.num_attempts,
-            "moves": summary.num_moves,
-            "workers": summary.workers,
-        }
-        for phase, spent_us in summary.phases_us.items():
-            fields[f"{phase}_ms"] = spent_us / 1e3
-        fields["total_ms"] = summary.total_us / 1e3
-        # Not `logger.info`: it would walk up the stack to say where this is.
-        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "request", (), None, extra=fields))
+        self.history.add(row, stories)
+        if logger.isEnabledFor(logging.INFO):
+            fields = _fields(row, is_named=is_named)
+            # Not `logger.info`: it would walk up the stack to say where this is.
+            logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "request", (), None, extra=fields))
 
-    def _remember(self, summary: Summary, names: dict[str, str], *, num_answers: int, is_good: bool) -> None:
-        phases = summary.phases_us
-        row = Row(
-            request_id=names.get("request_id", ""),
-            trace_id=names.get("trace_id", ""),
-            model=names.get("model", ""),
-            service_class=names.get("service_class", ""),
-            tenant=names.get("tenant", ""),
-            fallback=names.get("fallback", ""),
-            outcome=summary.outcome,
-            code=summary.code,
-            finish_reason=",".join(summary.finish_reasons),
-            workers=" ".join(summary.workers),
-            answers=num_answers,
-            prompt_tokens=summary.prompt_tokens,
-            cached_tokens=summary.cached_tokens,
-            generated_tokens=summary.new_tokens,
-            attempts=summary.num_attempts,
-            moves=summary.num_moves,
-            queue_us=phases["queue"],
-            prefill_us=phases["prefill"],
-            transfer_us=phases["transfer"],
-            decode_us=phases["decode"],
-            total_us=summary.total_us,
-            is_good=is_good,
-        )
-        self.history.add(row, summary.answers)
-
-    def _say_slow(self, summary: Summary, names: dict[str, str]) -> None:
+    def _say_slow(self, row: Row, stories: Sequence[AnswerStory]) -> None:
         if self._slow.take(self.now_s()):
-            logger.warning("slow request: %s", in_words(summary), extra=names)
+            names = {"request_id": row.request_id, "model": row.model}
+            logger.warning("slow request: %s", in_words(row, stories), extra=names)
             return
         self._num_slow_left_out += 1
         self._metrics.note_unlogged("slow")
@@ -404,28 +309,28 @@ def overload_of(error: BaseException | None) -> str:
     return error.reason if isinstance(error, Overloaded) else ""
 
 
-def in_words(summary: Summary) -> str:
+def in_words(row: Row, stories: Sequence[AnswerStory] = ()) -> str:
     """Returns where the time of a request went, in the order in which it happened."""
-    phases = summary.phases_us
-    parts = [f"{spent_us / 1e6:.3g} s {_WORDS[phase]}" for phase, spent_us in phases.items() if spent_us >= 500]
-    said = f"{summary.total_us / 1e6:.3g} s: {', '.join(parts)}; prompt of {summary.prompt_tokens} tokens"
-    if summary.cached_tokens:
-        said += f" ({summary.cached_tokens} cached)"
-    said += f", {summary.new_tokens} generated"
-    if summary.new_tokens and phases["decode"]:
-        said += f" ({phases['decode'] / 1e3 / summary.new_tokens:.3g} ms each)"
-    said += f"; {summary.num_attempts} attempt" + ("" if summary.num_attempts == 1 else "s")
-    said += _kept(summary)
-    if summary.num_moves:
-        said += f", moved {summary.num_moves} time" + ("" if summary.num_moves == 1 else "s")
-    return said + (f"; on {', '.join(summary.workers)}" if summary.workers else "; on no worker")
-
-
-def _kept(summary: Summary) -> str:
-    """Returns when the second token was expected and when it came, for the answer in which it came last."""
-    told = [
-        answer for answer in summary.answers if answer.second_token_us is not None and answer.predicted() is not None
+    phases_us = (row.queue_us, row.prefill_us, row.transfer_us, row.decode_us)
+    parts = [
+        f"{spent_us / 1e6:.3g} s {words}" for words, spent_us in zip(_WORDS, phases_us, strict=True) if spent_us >= 500
     ]
+    said = f"{row.total_us / 1e6:.3g} s: {', '.join(parts)}; prompt of {row.prompt_tokens} tokens"
+    if row.cached_tokens:
+        said += f" ({row.cached_tokens} cached)"
+    said += f", {row.generated_tokens} generated"
+    if row.generated_tokens and row.decode_us:
+        said += f" ({row.decode_us / 1e3 / row.generated_tokens:.3g} ms each)"
+    said += f"; {row.attempts} attempt" + ("" if row.attempts == 1 else "s")
+    said += _kept(stories)
+    if row.moves:
+        said += f", moved {row.moves} time" + ("" if row.moves == 1 else "s")
+    return said + (f"; on {', '.join(row.workers.split())}" if row.workers else "; on no worker")
+
+
+def _kept(stories: Sequence[AnswerStory]) -> str:
+    """Returns when the second token was expected and when it came, for the answer in which it came last."""
+    told = [answer for answer in stories if answer.second_token_us is not None and answer.predicted() is not None]
     if not told:
         return ""
     answer = max(told, key=lambda story: story.second_token_us or 0)
@@ -439,42 +344,89 @@ def _kept(summary: Summary) -> str:
     )
 
 
-def _summary(current: set[str], opened: OpenCall, error: BaseException | None, now_s: float) -> Summary:
-    """Returns attempts and workers of all answers, and the rest of the `current` ones, of the model that answers."""
-    ended = opened.ended
-    summary = Summary("finished", "", (ended[-1].waterfall if ended else Waterfall(opened.arrived_s)).until(now_s))
-    if ended:
-        ended[-1].story.ended_us = summary.total_us
+def _row(facts: CallFacts, outcome: Outcome) -> Row:
+    """Returns the row of a call, with its names only, cut where they have not been checked."""
+    return Row(
+        request_id=facts.request_id[:MAX_NAME_CHARS],
+        trace_id=_trace_id(facts) if facts.traceparent else "",
+        model=facts.model[:MAX_NAME_CHARS],
+        service_class=facts.service_class[:MAX_NAME_CHARS],
+        tenant=facts.tenant[:MAX_NAME_CHARS],
+        fallback=facts.fallback,
+        answers=len(facts.answers),
+        outcome=outcome,
+    )
+
+
+def _sum_up(
+    row: Row, facts: CallFacts, opened: OpenCall, error: BaseException | None, now_s: float
+) -> tuple[Sequence[AnswerStory], str]:
+    """Adds what became of a call: attempts and workers of all answers, the rest of those of the model that answers.
+
+    Returns the stories of the latter, and what was short where the cluster was full.
+    """
+    ended, overload = opened.ended, ""
+    last = ended[-1] if ended else AnswerTrace("", opened.arrived_s, opened)
+    row.queue_us, row.prefill_us, row.transfer_us, row.decode_us = last.until(now_s).values()
+    row.total_us = last.story.ended_us = row.queue_us + row.prefill_us + row.transfer_us + row.decode_us
     reasons: dict[str, None] = {}
     workers: dict[str, None] = {}
-    answers: list[AnswerStory] = []
+    stories: list[AnswerStory] = []
     for trace in ended:
-        summary.num_attempts += trace.num_attempts
-        summary.num_moves += trace.num_moves
-        workers.update(trace.workers)
-        if trace.name not in current:
+        row.attempts += trace.num_attempts
+        row.moves += trace.num_moves
+        workers |= trace.workers
+        if trace.name not in facts.answers:
             continue  # Another model was asked for it, and did not answer: only its time and its workers count.
-        answers.append(trace.story)
-        summary.prompt_tokens += trace.prompt_tokens
-        summary.cached_tokens += trace.cached_tokens
-        summary.new_tokens += trace.new_tokens
+        stories.append(trace.story)
+        row.prompt_tokens += trace.prompt_tokens
+        row.cached_tokens += trace.cached_tokens
+        row.generated_tokens += trace.new_tokens
         if trace.finish_reason:
             reasons[trace.finish_reason] = None
         # Whatever ended one of them badly ended the others, which were cancelled.
-        if trace.outcome != "finished" and summary.outcome in ("finished", "cancelled"):
-            summary.outcome, summary.code, summary.overload = trace.outcome, trace.code, trace.overload
-    summary.workers, summary.finish_reasons, summary.answers = tuple(workers), tuple(reasons), tuple(answers)
+        if trace.outcome != "finished" and row.outcome in ("finished", "cancelled"):
+            row.outcome, row.code, overload = trace.outcome, trace.code, trace.overload
+    row.workers, row.finish_reason = " ".join(workers), ",".join(reasons)
     if error is not None:
-        summary.outcome, summary.code = outcome_of(error, was_placed=summary.num_attempts > 0), code_of(error)
-        summary.overload = overload_of(error)
-    elif summary.outcome == "refused" and summary.num_attempts:
-        summary.outcome = "failed"
-    return summary
+        row.outcome, row.code = outcome_of(error, was_placed=row.attempts > 0), code_of(error)
+        overload = overload_of(error)
+    elif row.outcome == "refused" and row.attempts:
+        row.outcome = "failed"
+    return stories, overload
 
 
-def _names(facts: CallFacts) -> dict[str, str]:
-    names = {"request_id": facts.request_id}
-    if facts.traceparent:
-        names["trace_id"] = request_fields(facts.request_id, 0, facts.traceparent).get("trace_id", "")
-    names["model"], names["service_class"], names["tenant"] = facts.model, facts.service_class, facts.tenant
-    return names
+def _fields(row: Row, *, is_named: bool) -> dict[str, Any]:
+    """Returns what the line of a request says. `is_named`: something was read of the call."""
+    fields: dict[str, Any] = {}
+    if is_named:
+        fields = {name: getattr(row, name) for name in ("request_id", "model", "service_class", "tenant")}
+    for name in ("trace_id", "fallback"):
+        if said := getattr(row, name):
+            fields[name] = said
+    fields |= {
+        "outcome": row.outcome,
+        "code": row.code,
+        "finish_reason": row.finish_reason,
+        "answers": row.answers,
+        "prompt_tokens": row.prompt_tokens,
+        "cached_tokens": row.cached_tokens,
+        "generated_tokens": row.generated_tokens,
+        "attempts": row.attempts,
+        "moves": row.moves,
+        "workers": row.workers.split(),
+    }
+    for phase in ("queue", "prefill", "transfer", "decode", "total"):
+        fields[f"{phase}_ms"] = getattr(row, f"{phase}_us") / 1e3
+    return fields
+
+
+def _exported_trace_id(facts: CallFacts, row: Row, *, is_slow: bool) -> str:
+    """Returns the id of a trace whose spans are exported, as 32 hex digits; else the empty text."""
+    context = telemetry.extract(facts.traceparent)
+    is_kept = row.outcome == "failed" or is_slow
+    return f"{context.trace_id:032x}" if context is not None and (context.is_sampled or is_kept) else ""
+
+
+def _trace_id(facts: CallFacts) -> str:
+    return request_fields(facts.request_id, 0, facts.traceparent).get("trace_id", "")[:MAX_NAME_CHARS]

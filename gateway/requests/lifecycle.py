@@ -76,7 +76,7 @@ class Requests:
         self._topology = topology
         self._metrics = metrics
         self._clock = clock
-        self._sinks = Sinks(metrics, self.log, placements, Promises(metrics, clock=clock), gateway_incarnation, clock)
+        self._sinks = Sinks(metrics, self.log, placements, Promises(clock=clock), gateway_incarnation, clock)
         self._open: dict[RunningAnswer, AnswerObserver] = {}
         self._dispatcher = dispatcher = Dispatcher(
             topology,
@@ -339,7 +339,8 @@ class Requests:
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:
             outcome = outcome_of(error, was_placed=False)
-            self._metrics.note_end(model, service_class, outcome, total_s=self._clock.monotonic() - arrived_s)
+            figures = self._metrics.of(model, service_class)
+            figures.note_end(outcome, total_s=self._clock.monotonic() - arrived_s)
 
 
 def _facts(accepted: AcceptedCall) -> CallFacts:

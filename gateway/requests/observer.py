@@ -98,15 +98,15 @@ class AnswerObserver:
         if attempt.prefill is not None:
             metrics.note_sent("prefill", attempt.prefill.peer.worker_id)
         metrics.note_sent("decode", attempt.decode.peer.worker_id)
+        now_s = self._sinks.clock.monotonic()
         if not trace.num_attempts:
-            queue_s = self._sinks.clock.monotonic() - spec.arrived_s
-            metrics.note_placed(spec.model, spec.facts.service_class, queue_s)
+            self._figures.queue_s.observe(now_s - spec.arrived_s)
         elif request.num_failures > self._num_placed_failures:
-            metrics.note_failover(spec.model)
+            self._figures.failovers.inc()
         self._num_placed_failures = request.num_failures
         self._attempt = attempt
         trace.num_attempts += 1
-        trace.enter("prefill")
+        placed_us = trace.enter("prefill", now_s)
         self._note_workers(attempt)
         prefill = attempt.prefill.peer.worker_id if attempt.prefill is not None else ""
         promised = self._sinks.promises.corrected(route, prefill)
@@ -117,7 +117,7 @@ class AnswerObserver:
             rival_of(request.routes, route),
             prefill=prefill,
             began_us=round((asked_s - spec.arrived_s) * 1e6),
-            placed_us=trace.waterfall.steps[-1][1],
+            placed_us=placed_us,
         )
         self._place(request, State.ADMITTED)
 
@@ -138,7 +138,7 @@ class AnswerObserver:
         state = attempt.state
         # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
         phase = "decode" if num_tokens and state in _BEFORE_TOKENS else _PHASES[state]
-        if phase != self.trace.waterfall.phase:
+        if phase != self.trace.phase:
             self._enter(request, attempt, phase, num_new=num_tokens)
         is_new = state is not self.state
         if is_new and not request.is_finished:
@@ -150,7 +150,7 @@ class AnswerObserver:
     def moved(self, request: RunningAnswer, attempt: Attempt) -> None:
         """Notes that it continues as another attempt, whose decode worker gets its pages from the one before."""
         trace, before = self.trace, self._attempt
-        trace.enter("transfer")
+        moved_us = trace.enter("transfer", self._sinks.clock.monotonic())
         trace.num_moves += 1
         if self.spans is not None:
             to = attempt.decode.peer.worker_id
@@ -158,14 +158,14 @@ class AnswerObserver:
         if before is not None:
             self._note_handoff(request, before.handed_off)
         self._attempt = attempt
-        trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
+        trace.story.note_move(attempt.decode.peer.worker_id, moved_us)
         self._note_workers(attempt)
         self._place(request, State.TRANSFERRING)
 
     def must_wait(self, request: RunningAnswer, error: Exception, reason: str) -> None:
         """Its attempt ended for a reason after which it waits for workers again."""
         self.trace.story.note_failure(reason)
-        self.trace.enter("queue")
+        self.trace.enter("queue", self._sinks.clock.monotonic())
         if self.spans is not None:
             self.spans.must_wait(error, reason, num_tokens=request.num_tokens)
 
@@ -192,38 +192,32 @@ class AnswerObserver:
             cached_tokens=cached_tokens,
             finish_reason=finish_reason or outcome,
         )
-        self._sinks.metrics.note_answer(
-            spec.model,
-            spec.facts.service_class,
-            prompt_tokens=prompt_tokens,
-            tokens=new_tokens,
-            finish_reason=finish_reason,
-        )
+        self._figures.note_answer(prompt_tokens=prompt_tokens, tokens=new_tokens, finish_reason=finish_reason)
         if self.spans is not None:
             self.spans.end(error, num_tokens=request.num_tokens)
+        self._sinks.log.has_line(error)
+        self.trace.story.tpot_us = round(request.tpot_s * 1e6)
         self.trace.end(
             error,
+            self._sinks.clock.monotonic(),
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             new_tokens=new_tokens,
             finish_reason=finish_reason,
-            tpot_s=request.tpot_s,
         )
 
     def _note_tokens(self, request: RunningAnswer, delta: Delta, num_tokens: int) -> None:
         figures, story = self._figures, self.trace.story
         figures.generated_tokens.value += num_tokens
         if delta.first_index == 0:
-            figures.ttft_s.observe(request.ttft_s)
-            figures.ttft_s.exemplify(request.ttft_s, request.spec.span.exported_trace_id)
-            self._sinks.metrics.note_first_token(
-                request.spec.model,
-                prompt_tokens=len(request.spec.prompt_token_ids),
-                cached_tokens=request.tokens.num_cached_tokens,
-            )
+            ttft_s = request.ttft_s
+            figures.ttft_s.observe(ttft_s)
+            figures.prefix_queried_tokens.value += len(request.spec.prompt_token_ids)
+            figures.prefix_hit_tokens.value += request.tokens.num_cached_tokens
             if self.spans is not None:
+                figures.ttft_s.exemplify(ttft_s, request.spec.span.exported_trace_id)
                 self.spans.has_token()
-            story.first_token_us = round(request.ttft_s * 1e6)
+            story.first_token_us = round(ttft_s * 1e6)
             self._keep_promise(request, is_second=False)
             if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
                 figures.itl_s.observe(0.0, num_tokens - 1)
@@ -243,12 +237,12 @@ class AnswerObserver:
         attempt = story.predicted()
         if attempt is not None and not spec.emitted_token_ids:
             seen_s = (seen_us - attempt.began_us) / 1e6
-            self._sinks.promises.note(spec.model, attempt, seen_s, is_second=is_second)
+            self._sinks.promises.note(self._figures, attempt, seen_s, is_second=is_second)
 
     def _enter(self, request: RunningAnswer, attempt: Attempt, phase: Phase, *, num_new: int) -> None:
         """The answer goes from one phase to another, which came with `num_new` tokens; a handoff may be done."""
-        trace, left = self.trace, self.trace.waterfall.phase
-        trace.enter(phase)
+        trace, left = self.trace, self.trace.phase
+        trace.enter(phase, self._sinks.clock.monotonic())
         if self.spans is not None:
             self.spans.goes_on(_SPANS[phase], attempt.facts, num_tokens=request.num_tokens, num_new=num_new)
         if left == "prefill":
@@ -268,12 +262,7 @@ class AnswerObserver:
             transport=handed_off.transport,
             chunks=handed_off.chunks,
         )
-        self._sinks.metrics.note_handoff(
-            request.spec.model,
-            handed_off.transport,
-            num_bytes=handed_off.num_bytes,
-            exposed_s=handed_off.exposed_s,
-        )
+        self._figures.note_handoff(handed_off.transport, num_bytes=handed_off.num_bytes, exposed_s=handed_off.exposed_s)
 
     def _note_workers(self, attempt: Attempt) -> None:
         if attempt.prefill is not None:

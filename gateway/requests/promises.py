@@ -8,7 +8,7 @@ the link was true. Knows no request.
 import logging
 
 from gateway.observability.history import AttemptStory
-from gateway.observability.metrics import Metrics
+from gateway.observability.metrics import RequestFigures
 from services.runtime.clock import Clock
 from services.runtime.logs import LineBudget
 from services.scheduling.corrections import Corrections
@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 class Promises:
     """Compares predictions with what became of them."""
 
-    def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
-        self._metrics = metrics
+    def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
         self._budget = LineBudget(per_s=WARNINGS_PER_S, burst=WARNINGS_BURST)
         self._warned_s: dict[tuple[str, str], float] = {}
@@ -45,10 +44,12 @@ class Promises:
         first, second = self._corrections
         return route.corrected(first.factor(way, route.predicted_ttft_s), second.factor(way, route.predicted_second_s))
 
-    def note(self, model: str, attempt: AttemptStory, seen_s: float, *, is_second: bool) -> None:
+    def note(self, figures: RequestFigures, attempt: AttemptStory, seen_s: float, *, is_second: bool) -> None:
         """Notes that an answer's first or second token came `seen_s` after its only attempt was offered to workers."""
         predicted_s = (attempt.predicted_second_us if is_second else attempt.predicted_ttft_us) / 1e6
-        self._metrics.note_prediction(model, "second" if is_second else "first", predicted_s, seen_s)
+        if predicted_s > 0:
+            ratios = figures.second_predictions if is_second else figures.first_predictions
+            ratios.observe(seen_s / predicted_s)
         uncorrected_s = attempt.uncorrected_us[is_second] / 1e6
         self._corrections[is_second].observe(attempt.way, predicted_s=uncorrected_s, seen_s=seen_s)
         if not is_second or not is_far(predicted_s, seen_s):

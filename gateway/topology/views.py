@@ -1,5 +1,6 @@
 """Workers in rotation as a router sees them: measured speeds where they differ from the usual, and what is booked."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +64,7 @@ class Rotation:
 
     def views(self, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], now_s: float) -> Views:
         """Returns the workers as a router sees them; `prefill` is the usual speed of the role with prompts."""
-        members, fresh_since_s = self.members, now_s - FRESH_S
-        return Views(self.ids, lambda index: _view(members[index], usual, prefill, prompt, fresh_since_s))
+        return Views(self.ids, functools.partial(_view, self.members, (usual, prefill, prompt, now_s - FRESH_S)))
 
 
 class ModelWorkers:
@@ -126,8 +126,9 @@ def _decode_speed(member: Member, usual: DecodeSpeed, fresh_since_s: float) -> D
 
 
 def _view(
-    member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], fresh_since_s: float
+    members: Sequence[Member], seen_by: tuple[UsualSpeeds, PrefillSpeed, tuple[int, int], float], index: int
 ) -> WorkerView:
+    member, (usual, prefill, prompt, fresh_since_s) = members[index], seen_by
     load, session = member.load, member.session
     books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
     if books.is_empty:
@@ -150,7 +151,7 @@ def _new_view(
         worker_id=record.id,
         incarnation=record.incarnation,
         pages_total=load.pages_total,
-        pages_available=member.pages_available,
+        pages_available=load.pages_free + load.pages_cached - load.pages_promised - books.pages,
         num_requests=max(load.running + load.waiting, session.num_open_attempts + books.requests),
         num_less_urgent=num_less_urgent,
         waiting_tokens=tokens_ahead,

@@ -8,6 +8,7 @@ message `SamplingParams` in protos/inference.proto; a test compares the four. Ev
 parsing (HTTP, gRPC), checks, what travels (`services.runtime.sampling_wire`) and the reference of the API.
 """
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -175,14 +176,14 @@ _DEFAULTS = msgspec.structs.astuple(SamplingValues())
 _BOUNDED = tuple((name, one.bounds) for name, one in PARAMETERS.items() if one.bounds is not None)
 _ADMITTED = tuple((bounds.kinds, bounds.lowest, bounds.maximum) for _, bounds in _BOUNDED)
 _bounded_values = operator.attrgetter(*(name for name, _ in _BOUNDED))
+_PLACES, _NOTHING = range(len(_BOUNDED)), (None,) * len(_BOUNDED)
 
 
 def completed_members(request: SamplingMembers) -> list[Any]:
     """Returns the values of a request's members in the order of MEMBERS, with the default of each absent one."""
-    completed = [*_DEFAULTS]
-    for place, value in enumerate(member_values(request)):
-        if value is not None:
-            completed[place] = value
+    given, completed = member_values(request), [*_DEFAULTS]
+    for place in itertools.compress(range(len(given)), map(operator.is_not, given, _NOTHING)):
+        completed[place] = given[place]
     return completed
 
 
@@ -192,9 +193,8 @@ def check_numbers(params: msgspec.Struct, *, prefix: str = "") -> None:
     `params` is a SamplingParams, or a request with fields of the same names, in which None is absent.
     """
     values = _bounded_values(params)
-    for place, value in enumerate(values):
-        if value is None:
-            continue
+    for place in itertools.compress(_PLACES, map(operator.is_not, values, _NOTHING)):
+        value = values[place]
         # As `Bounds.admits` does it, without the call, which every number of every request would pay for.
         kinds, lowest, highest = _ADMITTED[place]
         if type(value) not in kinds or not lowest <= value <= highest:

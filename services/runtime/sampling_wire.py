@@ -1,5 +1,6 @@
 """Sampling as the message that clients send to gateways, and gateways to workers. Knows no bounds."""
 
+import itertools
 import operator
 from typing import Any
 
@@ -19,9 +20,9 @@ _LEFT_OUT = tuple(
 
 def write_sampling(params: SamplingParams) -> inference_pb2.SamplingParams:
     """Returns the message for a worker, which has no need of the texts that stop the answer."""
-    values = zip(_SENT, _sent_values(params), _LEFT_OUT, strict=True)
-    given = {name: value for name, value, left_out in values if value != left_out}
-    return inference_pb2.SamplingParams(**given)
+    values = _sent_values(params)
+    given = itertools.compress(zip(_SENT, values, strict=True), map(operator.ne, values, _LEFT_OUT))
+    return inference_pb2.SamplingParams(**dict(given))
 
 
 def read_sampling(message: inference_pb2.SamplingParams) -> dict[str, Any]:

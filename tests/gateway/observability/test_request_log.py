@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.observability.history import Row
 from gateway.observability.metrics import Metrics
-from gateway.observability.request_log import REFUSED_BURST, RequestLog, Summary, Waterfall, in_words, outcome_of
+from gateway.observability.request_log import REFUSED_BURST, AnswerTrace, OpenCall, RequestLog, in_words, outcome_of
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TransferFailed, WorkerUnavailable
@@ -421,29 +422,40 @@ def test_an_error_that_two_meet_is_one_refusal(output):
 )
 def test_phases_sum_up_to_the_time(began_s, steps, rest_s):
     """Whatever the order of phases; a clock that steps back a little takes nothing away."""
-    waterfall, now_s = Waterfall(began_s), began_s
+    trace, now_s = AnswerTrace("a", began_s, OpenCall(began_s, "normal", "")), began_s
     reached_us = 0
     for phase, seconds in steps:
         now_s += seconds
-        waterfall.enter(phase, now_s)
+        entered_us = trace.enter(phase, now_s)
         reached_us = max(reached_us, round((now_s - began_s) * 1e6))
-        assert waterfall.phase == phase
+        assert (trace.phase, entered_us) == (phase, reached_us)
     now_s += rest_s
-    phases = waterfall.until(now_s)
+    phases = trace.until(now_s)
     assert sum(phases.values()) == max(reached_us, round((now_s - began_s) * 1e6))
     assert min(phases.values()) >= 0
-    assert waterfall.until(now_s) == phases
+    assert trace.until(now_s) == phases
 
 
 def test_words_leave_out_what_did_not_happen():
-    phases = {"queue": 1_200_000, "prefill": 0, "transfer": 0, "decode": 0}
-    refused = Summary("refused", "server_overloaded", phases)
+    refused = Row(outcome="refused", code="server_overloaded", queue_us=1_200_000, total_us=1_200_000)
     assert (
         in_words(refused)
         == "1.2 s: 1.2 s waiting for workers; prompt of 0 tokens, 0 generated; 0 attempts; on no worker"
     )
-    phases = {"queue": 100_000, "prefill": 2_000_000, "transfer": 20_000, "decode": 10_000_000}
-    moved = Summary("finished", "", phases, 300, 16, 500, num_attempts=2, num_moves=1, workers=("p", "d"))
+    moved = Row(
+        outcome="finished",
+        queue_us=100_000,
+        prefill_us=2_000_000,
+        transfer_us=20_000,
+        decode_us=10_000_000,
+        total_us=12_120_000,
+        prompt_tokens=300,
+        cached_tokens=16,
+        generated_tokens=500,
+        attempts=2,
+        moves=1,
+        workers="p d",
+    )
     assert in_words(moved) == (
         "12.1 s: 0.1 s waiting for workers, 2 s until the first token, 0.02 s handing over, 10 s generating; "
         "prompt of 300 tokens (16 cached), 500 generated (20 ms each); 2 attempts, moved 1 time; on p, d"
