@@ -25,6 +25,8 @@ _NAMING = frozenset((b"idempotency-key", b"last-event-id", b"x-request-id"))
 """Headers of requests that have a name, whose answers others may read too."""
 _TIMEOUT = frozenset((TIMEOUT.lower().encode(),))
 _WISHES = frozenset(name.lower().encode() for name in WISHES)
+_TELLING = frozenset((b"x-session-id", b"x-allow-fallback", b"x-service-class")) | _NAMING | _TIMEOUT | _WISHES
+"""All headers that say something of the call; most requests have none of them."""
 
 
 class HttpCall(NamedTuple):
@@ -46,7 +48,15 @@ async def read_call(
     read = await bodies.read(
         claim, exchange.read_body, lambda body: _read_body(body, body_type, writer_type, is_named=is_named)
     )
-    call = read.call
+    if exchange.has_any(_TELLING):
+        _read_headers(exchange, read.call)
+    read.call.deadline = _deadline(exchange, read.body)
+    read.call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=bool(read.body.stream)))
+    return read
+
+
+def _read_headers(exchange: Exchange, call: Call) -> None:
+    """Takes what the headers say of the call. Raises InvalidRequest."""
     call.service_class = _service_class(call, exchange)
     session = exchange.optional_header(b"x-session-id")
     if session is not None:
@@ -55,18 +65,15 @@ async def read_call(
     _read_permission(exchange, call)
     if exchange.has_any(_WISHES):
         call.wishes = read_wishes(lambda name: exchange.optional_header(name.encode()))
-    call.deadline = _deadline(exchange, read.body)
     call.request_id = exchange.optional_header(b"x-request-id")
-    call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=bool(read.body.stream)))
-    return read
 
 
 def ask_of(exchange: Exchange, read: HttpCall, writer_type: type[Writer]) -> Ask | None:
     """Returns what a request with a name asks for; None for one without. Raises InvalidRequest."""
+    if not read.digest:
+        return None
     key = exchange.optional_header(b"idempotency-key")
     last_event_id = exchange.optional_header(b"last-event-id")
-    if key is None and last_event_id is None and read.call.request_id is None:
-        return None
     if key is not None:
         check_idempotency_key(key)
         read.call.idempotency_key = key

@@ -368,12 +368,13 @@ class Dispatcher:
 
         This is not done in the topology, because judgements of what the cluster can do go by what was measured.
         """
-        usable = self.watch.usable(views.worker_ids)
-        if usable is not views.worker_ids:
+        watch, worker_ids = self.watch, views.worker_ids
+        usable = watch.usable(worker_ids)
+        if usable is not worker_ids:
             views = views.only(frozenset(usable))
-        weights = self.watch.gpu_weights(views.worker_ids)
-        if not weights:
+        if not watch.has_weak_gpus:
             return views
+        weights = watch.gpu_weights(views.worker_ids)
 
         def slowed(view: WorkerView) -> WorkerView:
             slowdown = 1 / weights[view.worker_id]

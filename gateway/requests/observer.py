@@ -265,24 +265,21 @@ class AnswerObserver:
         self._figures.note_handoff(handed_off.transport, num_bytes=handed_off.num_bytes, exposed_s=handed_off.exposed_s)
 
     def _note_workers(self, attempt: Attempt) -> None:
-        if attempt.prefill is not None:
-            self.trace.workers[attempt.prefill.peer.worker_id] = None
-        self.trace.workers[attempt.decode.peer.worker_id] = None
+        workers, facts = self.trace.workers, attempt.facts
+        if facts.prefill_worker:
+            workers[facts.prefill_worker] = None
+        workers[facts.decode_worker] = None
 
     def _place(self, request: RunningAnswer, state: State) -> None:
         """Has the cluster know where the answer stands."""
         self.state = state
-        attempt = request.attempt
-        placement = Placement(
-            request.spec.request_id,
-            max(1, request.attempt_number),
-            state,
-            self._sinks.incarnation,
-            attempt.prefill.peer.worker_id if attempt and attempt.prefill else "",
-            attempt.decode.peer.worker_id if attempt else "",
-            began_unix_ns=request.spec.arrived_unix_ns,
-        )
-        self._sinks.placements.post(placement)
+        spec, sinks, attempt = request.spec, self._sinks, request.attempt
+        prefill = decode = ""
+        if attempt is not None:
+            prefill, decode = attempt.facts.prefill_worker, attempt.facts.decode_worker
+        number, began_unix_ns = request.attempt_number or 1, spec.arrived_unix_ns
+        placement = Placement(spec.request_id, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
+        sinks.placements.post(placement)
 
 
 def _outcome(error: BaseException | None) -> State:

@@ -114,29 +114,18 @@ class Lane:
 
     def _load(self, entry: QueueEntry, route: Route | None) -> ClusterLoad:
         queue, one = self.queue, entry.service_class
+        num_ahead, tokens_ahead, num_waiting, prompts_ahead_s = 0, 0, len(queue), 0.0
+        if num_waiting:
+            num_ahead, tokens_ahead = queue.num_ahead(one), queue.waiting_tokens(one)
+            prompts_ahead_s = queue.waiting_prompts_s(one) / max(1, self._num_computing())
         if route is None:
-            return ClusterLoad(
-                queue.num_ahead(one),
-                queue.waiting_tokens(one),
-                len(queue),
-                self._free_share(),
-                prompts_ahead_s=self._prompts_ahead_s(one),
-            )
-        queue_s = _prefill_queue_s(route)
+            free_share, prefill_s, queue_s, step_s = self._free_share(), 0.0, 0.0, 0.0
+        else:
+            free_share, queue_s, step_s = _free_share(route), _prefill_queue_s(route), route.predicted_itl_s
+            prefill_s = max(0.0, route.predicted_ttft_s - queue_s)
         return ClusterLoad(
-            queue.num_ahead(one),
-            queue.waiting_tokens(one),
-            len(queue),
-            _free_share(route),
-            prefill_s=max(0.0, route.predicted_ttft_s - queue_s),
-            prefill_queue_s=queue_s,
-            step_s=route.predicted_itl_s,
-            prompts_ahead_s=self._prompts_ahead_s(one),
+            num_ahead, tokens_ahead, num_waiting, free_share, prefill_s, queue_s, step_s, prompts_ahead_s
         )
-
-    def _prompts_ahead_s(self, one: ServiceClass) -> float:
-        waiting_s = self.queue.waiting_prompts_s(one)
-        return waiting_s / max(1, self._num_computing()) if waiting_s else 0.0
 
 
 def _free_share(route: Route) -> float:

@@ -77,23 +77,27 @@ class WorkerWatch:
         """Notes that the worker is no longer registered or connected."""
         self._health.note_gone(worker_id, self._clock.monotonic())
 
+    @property
+    def has_weak_gpus(self) -> bool:
+        """Whether the GPU of any worker is degraded or out."""
+        return bool(self._health.weak_gpus)
+
     def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
         """Returns, for each worker whose GPU slows it, its share of the best worker's speed.
 
         Where all GPUs are in equal trouble there is nothing better to use, and no worker counts as slower.
         """
         weak = self._health.weak_gpus
-        if not weak:
-            return {}
         weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak}
         best = 1.0 if len(weights) < len(group) else max(weights.values(), default=1.0)
         return {one: weight / best for one, weight in weights.items() if weight < best}
 
     def usable(self, group: Sequence[str]) -> Sequence[str]:
         """Returns the workers of a role that get new work: at least half of them, and at least one."""
-        out = self._health.out_of_rotation(group, self._clock.monotonic())
-        if self._health.has_changes:
-            for change in self._health.take_changes():
+        health = self._health
+        out = health.out_of_rotation(group, self._clock.monotonic())
+        if health.has_changes:
+            for change in health.take_changes():
                 self._tell(change)
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 

@@ -190,14 +190,15 @@ class PlacementWriter:
     def post(self, placement: Placement) -> None:
         """Notes the latest placement of a request, to be written soon."""
         before = self._pending.get(placement.request_id)
-        if before is None and len(self._pending) >= self._max_pending:
-            self.num_dropped += 1
-            return
-        if not accepts(before, placement):
+        if before is None:
+            if len(self._pending) >= self._max_pending:
+                self.num_dropped += 1
+                return
+            self._has_work.set()
+        elif not accepts(before, placement):
             self._fenced(placement)
             return
         self._pending[placement.request_id] = placement
-        self._has_work.set()
 
     async def flush(self) -> None:
         """Writes all that waits now, and waits for what is being written.

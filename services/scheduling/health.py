@@ -57,6 +57,7 @@ MAX_GROUPS = 256
 JUDGE_EVERY_S = 0.2
 """A group is not judged more often than this: notes are cheap, judging is not."""
 FORGET_AFTER_S = 600.0
+NOBODY: frozenset[str] = frozenset()
 CAUSES = ("slow", "silent", "erring", "gpu")
 """Why a worker may be kept from work."""
 
@@ -309,7 +310,7 @@ class WorkerHealth:
         worker.heard_s = now_s
         worker.outcomes.append((now_s, False))
         worker.ratios.append((now_s, latency_ratio))
-        if not self._is_current(worker_id, probe):
+        if not (probe and self._is_current(worker_id, probe)):
             return
         if latency_ratio <= max(MIN_SLOW_RATIO, RECOVERED_RATIO * worker.reference):
             if self._breakers.succeeded(worker_id, now_s):
@@ -323,7 +324,7 @@ class WorkerHealth:
         worker.heard_s = now_s
         worker.outcomes.append((now_s, True))
         was_open = self._breakers.is_open(worker_id)
-        self._breakers.failed(worker_id, now_s, is_probe=self._is_current(worker_id, probe))
+        self._breakers.failed(worker_id, now_s, is_probe=probe > 0 and self._is_current(worker_id, probe))
         if worker.is_erring(now_s):
             self._breakers.trip(worker_id, now_s)
         if not was_open and self._breakers.is_open(worker_id):
@@ -331,7 +332,7 @@ class WorkerHealth:
 
     def note_abandoned(self, worker_id: str, probe: int) -> None:
         """Notes that a probe ended without saying anything about the worker, as when its client left."""
-        if self._is_current(worker_id, probe):
+        if probe and self._is_current(worker_id, probe):
             self._breakers.abandoned(worker_id)
 
     def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
@@ -354,8 +355,8 @@ class WorkerHealth:
             self._judged_s[key] = now_s
             self._before_judging(group)
             self._judge(group, now_s)
-        if not self._gpu_out and not self._breakers.num_open and not self._known:
-            return frozenset()
+        if not (self._gpu_out or self._known or self._breakers.num_open):
+            return NOBODY
         for worker_id in self._gone_s.keys() & set(group) if self._gone_s else ():
             del self._gone_s[worker_id]
         bad = [worker_id for worker_id in group if worker_id in self._gpu_out]
@@ -435,7 +436,7 @@ class WorkerHealth:
 
     def _is_current(self, worker_id: str, probe: int) -> bool:
         """Whether this probe is the one under way: one that took too long has failed already."""
-        return probe > 0 and self._breakers.is_probing(worker_id) and self._workers[worker_id].probe == probe
+        return self._breakers.is_probing(worker_id) and self._workers[worker_id].probe == probe
 
     def _judge(self, group: Sequence[str], now_s: float) -> None:
         known = {worker_id: worker for worker_id in group if (worker := self._workers.get(worker_id)) is not None}

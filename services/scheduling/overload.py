@@ -290,11 +290,14 @@ class OverloadPolicy:
 
     def _note_life(self, now_s: float) -> float:
         """Notes that something starts or ends. Returns the time on the working clock."""
-        is_busy = bool(self._running) or self._backlogged_since_s is not None
-        if self._clock.note_life(now_s, usual_stay_s=self._usual_stay_s if is_busy else math.inf):
-            # Only the wait from here on of a request that waits for room teaches anything.
-            self._backlogged_since_s = None if self._backlogged_since_s is None else self._clock.time_s(now_s)
-        return self._clock.time_s(now_s)
+        clock = self._clock
+        gap_s = clock.gap_s(now_s)
+        if gap_s >= TOGETHER_S and (self._running or self._backlogged_since_s is not None):
+            has_resumed = clock.note_gap(gap_s, now_s, usual_stay_s=self._usual_stay_s)
+            if has_resumed and self._backlogged_since_s is not None:
+                # Only the wait from here on of a request that waits for room teaches anything.
+                self._backlogged_since_s = clock.time_s(now_s)
+        return clock.time_s(now_s)
 
     def _note_wait(self, entry: QueueEntry, admitted: Admit, now_s: float) -> None:
         if entry.arrived_s < self._clock.resumed_s:
@@ -342,13 +345,14 @@ class _Mean:
         return self.total / self.weight if self.weight > 0 else 0.0
 
     def add_sum(self, total: float, weight: float, now_s: float) -> None:
-        keep = math.exp(-max(0.0, now_s - self.last_s) / self.time_constant_s)
-        if self.num * keep < 10:  # after a pause the last ten are remembered
-            keep = min(1.0, 10 / self.num) if self.num else 1.0
-        self.last_s = max(self.last_s, now_s)
+        keep, num = 1.0, self.num
+        if now_s > self.last_s:
+            keep, self.last_s = math.exp((self.last_s - now_s) / self.time_constant_s), now_s
+        if num * keep < 10:  # after a pause the last ten are remembered
+            keep = 10 / num if num > 10 else 1.0
         self.total = self.total * keep + total
         self.weight = self.weight * keep + weight
-        self.num = self.num * keep + 1
+        self.num = num * keep + 1
 
 
 class _WorkingClock:
@@ -367,14 +371,13 @@ class _WorkingClock:
         """Returns what the clock shows; a standstill that still lasts is not known to be one, and counts."""
         return now_s - self._stood_still_s
 
-    def note_life(self, now_s: float, *, usual_stay_s: float) -> bool:
-        """Notes that something starts or ends. Returns whether that ended a standstill.
-
-        `usual_stay_s` is infinite where nothing runs: nothing can stand still there.
-        """
+    def gap_s(self, now_s: float) -> float:
+        """Notes that something starts or ends. Returns how long nothing had."""
         gap_s, self._alive_s = now_s - self._alive_s, now_s
-        if gap_s < TOGETHER_S or math.isinf(usual_stay_s):
-            return False
+        return gap_s
+
+    def note_gap(self, gap_s: float, now_s: float, *, usual_stay_s: float) -> bool:
+        """Notes a gap of TOGETHER_S at least, in which something ran or waited. Returns whether it was a standstill."""
         usual_s = max(LONG_GAP * self._gaps.value, STANDSTILL_STAYS * usual_stay_s)
         self._num_standstills = self._num_standstills + 1 if 0 < usual_s < gap_s else 0
         if 0 < self._num_standstills <= MAX_STANDSTILLS:
