@@ -429,4 +429,5 @@ def _exported_trace_id(facts: CallFacts, row: Row, *, is_slow: bool) -> str:
 
 
 def _trace_id(facts: CallFacts) -> str:
-    return request_fields(facts.request_id, 0, facts.traceparent).get("trace_id", "")[:MAX_NAME_CHARS]
+    trace_id: str = request_fields(facts.request_id, 0, facts.traceparent).get("trace_id", "")
+    return trace_id[:MAX_NAME_CHARS]
