@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from gateway.observability.history import AnswerStory, AttemptStory
-from gateway.observability.metrics import Metrics
+from gateway.observability.metrics import Metrics, RequestFigures
 from gateway.requests.promises import PAIR_S, WARNINGS_BURST, Promises, is_far
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import WorkerView
@@ -28,13 +28,23 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def promises(clock: HandClock) -> Promises:
-    return Promises(Metrics(), clock=clock)  # type: ignore[arg-type]
+    return Promises(clock=clock)  # type: ignore[arg-type]
 
 
-def second(promises: Promises, *, decode: str = "decode-0", predicted_s: float = 0.3, seen_s: float = 21.0) -> None:
+FIGURES = Metrics().of("m", "normal")
+
+
+def second(
+    promises: Promises,
+    *,
+    figures: RequestFigures = FIGURES,
+    decode: str = "decode-0",
+    predicted_s: float = 0.3,
+    seen_s: float = 21.0,
+) -> None:
     attempt = AttemptStory(0, 0, decode, "prefill-0", is_remote=True, predicted_exposed_us=90_000)
     attempt.predicted_second_us = round(predicted_s * 1e6)
-    promises.note("m", attempt, seen_s, is_second=True)
+    promises.note(figures, attempt, seen_s, is_second=True)
 
 
 def test_a_stall_that_was_not_predicted_is_said_with_the_pair(
@@ -62,11 +72,13 @@ def test_one_pair_is_named_now_and_then_and_all_of_them_not_without_end(
 
 
 def test_what_is_nearly_right_is_counted_only(promises: Promises, caplog: pytest.LogCaptureFixture) -> None:
-    second(promises, predicted_s=10.0, seen_s=12.5)
-    promises.note("m", AttemptStory(0, 0, "decode-0", predicted_ttft_us=100_000), 0.05, is_second=False)
-    promises.note("m", AttemptStory(0, 0, "decode-0"), 0.05, is_second=False)
+    metrics = Metrics()
+    figures = metrics.of("m", "normal")
+    second(promises, figures=figures, predicted_s=10.0, seen_s=12.5)
+    promises.note(figures, AttemptStory(0, 0, "decode-0", predicted_ttft_us=100_000), 0.05, is_second=False)
+    promises.note(figures, AttemptStory(0, 0, "decode-0"), 0.05, is_second=False)
     assert not caplog.records
-    page = promises._metrics.render([]).decode()
+    page = metrics.render([]).decode()
     assert 'tandem_token_prediction_ratio_count{model="m",token="second"} 1' in page
     assert 'tandem_token_prediction_ratio_sum{model="m",token="second"} 1.25' in page
     assert 'tandem_token_prediction_ratio_count{model="m",token="first"} 1' in page
@@ -98,8 +110,8 @@ def teach(promises: Promises, taken: Route, *, first_s: float, second_s: float, 
         story = AnswerStory([])
         promised = promises.corrected(taken, "prefill-0")
         story.note_route(promised, None, prefill="prefill-0", began_us=0, placed_us=0)
-        promises.note("m", story.attempts[0], first_s, is_second=False)
-        promises.note("m", story.attempts[0], second_s, is_second=True)
+        promises.note(FIGURES, story.attempts[0], first_s, is_second=False)
+        promises.note(FIGURES, story.attempts[0], second_s, is_second=True)
 
 
 def test_predictions_learn_from_how_earlier_ones_of_the_same_workers_turned_out(promises: Promises) -> None:

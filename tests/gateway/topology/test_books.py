@@ -6,7 +6,7 @@ from gateway.topology.books import Bookings, Books
 def test_a_booking_counts_until_the_worker_says_it_itself():
     decode, prefill, mine = Books(), Books(), Bookings()
     mine.enter(decode, prefill, num_pages=3, prompt=(2, 100))
-    assert (decode.requests, decode.pages, list(prefill.prompts.values())) == (1, 3, [(2, 100)])
+    assert (decode.requests, decode.pages, prefill.prompts) == (1, 3, [(2, 100)])
     mine.note_admitted()
     assert (decode.requests, decode.pages, len(prefill.prompts)) == (0, 0, 1)
     mine.note_prompt_done()
@@ -19,11 +19,11 @@ def test_another_place_takes_the_place_of_the_first():
     first, second, mine = Books(), Books(), Bookings()
     mine.enter(first, first, num_pages=3, prompt=(2, 100))
     mine.enter(second, second, num_pages=4, prompt=(2, 90))
-    assert (first.requests, first.pages, first.prompts) == (0, 0, {})
+    assert (first.requests, first.pages, first.prompts) == (0, 0, [])
     assert (second.requests, second.pages) == (1, 4)
     mine.leave()
     mine.leave()
-    assert (second.requests, second.pages, second.prompts) == (0, 0, {})
+    assert (second.requests, second.pages, second.prompts) == (0, 0, [])
 
 
 def test_only_shorter_prompts_of_no_worse_class_are_ahead():
