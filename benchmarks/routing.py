@@ -103,8 +103,10 @@ async def _gateway_s(policy: str, rng: random.Random, num_prefill: int, num_deco
             cached_tokens=cached_tokens,
             kv_bytes_per_token=topology.kv_bytes_per_token("m"),
         )
-        prefills = topology.prefill_views("m", prompt=prompt)
-        return router.route(request, prefills, topology.decode_views("m", prompt=prompt), now_s=0.0)[0]
+        usual, workers, now_s = topology.usual_speeds("m"), topology.workers("m"), topology.now_s()
+        prefills = workers.prefill.views(usual, usual.prefill, prompt, now_s)
+        decodes = workers.decode.views(usual, usual.local, prompt, now_s)
+        return router.route(request, prefills, decodes, now_s=0.0)[0]
 
     best_s = min(_time_s(decide) for _ in range(rounds))
     await topology.close()

@@ -196,6 +196,8 @@ class _PlainAnswers(Answers):
                 seen.add(choice)
 
     async def wholes(self) -> list[Whole]:
+        if len(self._streams) == 1:
+            return [await self._whole(0, self._streams[0])]
         return await all_of([self._whole(choice, stream) for choice, stream in enumerate(self._streams)])
 
     async def _whole(self, choice: int, stream: Stream) -> Whole:

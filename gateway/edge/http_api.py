@@ -6,6 +6,7 @@ An edge: turns HTTP into a `Call`, answers into HTTP, and every error into OpenA
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -120,8 +121,8 @@ class HttpApi:
         """Returns the endpoints that carry the load, by path; all are asked by POST."""
         tokenization = Tokenization(self._requests, door=self._door, bodies=self._bodies)
         served: dict[str, Serve] = {
-            "/v1/completions": self._completions,
-            "/v1/chat/completions": self._chat_completions,
+            "/v1/completions": partial(self._generate, body_type=CompletionRequest, writer_type=CompletionWriter),
+            "/v1/chat/completions": partial(self._generate, body_type=ChatRequest, writer_type=ChatWriter),
             "/v1/responses": self._responses,
             "/v1/responses/input_tokens": tokenization.count_input,
             "/v1/embeddings": tokenization.refuse_embeddings,
@@ -131,10 +132,10 @@ class HttpApi:
         return {path: self._endpoint(serve) for path, serve in served.items()}
 
     def _endpoint(self, serve: Serve) -> App:
-        async def with_key(exchange: Exchange) -> None:
-            await serve(exchange, self._key_of(exchange.headers))
-
-        return Endpoint(with_key, self._metrics, self._requests.log)
+        # What `serve` returns is awaited where it is called: each coroutine around it would cost every request more.
+        return Endpoint(
+            lambda exchange: serve(exchange, self._key_of(exchange.headers)), self._metrics, self._requests.log
+        )
 
     def _key_of(self, headers: HeaderPairs) -> ApiKey:
         """Returns the key that a caller shows. Raises Unauthenticated."""
@@ -185,18 +186,12 @@ class HttpApi:
         detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
         return json_response({"error": detail}, http_status=error.status_code, headers=error.headers)
 
-    async def _completions(self, exchange: Exchange, key: ApiKey) -> None:
-        await self._generate(exchange, key, CompletionRequest, CompletionWriter)
-
-    async def _chat_completions(self, exchange: Exchange, key: ApiKey) -> None:
-        await self._generate(exchange, key, ChatRequest, ChatWriter)
-
     async def _responses(self, exchange: Exchange, key: ApiKey) -> None:
         with own_words():
-            await self._generate(exchange, key, ResponsesRequest, ResponsesWriter)
+            await self._generate(exchange, key, body_type=ResponsesRequest, writer_type=ResponsesWriter)
 
     async def _generate(
-        self, exchange: Exchange, key: ApiKey, body_type: type[RequestBody], writer_type: type[Writer]
+        self, exchange: Exchange, key: ApiKey, *, body_type: type[RequestBody], writer_type: type[Writer]
     ) -> None:
         """Serves a request from its body to the end of its answer."""
         # Held until its texts are tokens.

@@ -6,7 +6,7 @@ complete, so answers and refusals keep the order of requests. Knows no route, an
 
 import asyncio
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -436,7 +436,7 @@ class _Cycle(RequestResponseCycle):
         if self.disconnected:
             return
         if not self.response_started:
-            self._head = self._begin(message["status"], message.get("headers", ()))
+            self._head = self._begin(message["status"], list(message.get("headers", ())))
             return
         if self.response_complete:
             raise RuntimeError("the answer is complete")
@@ -458,14 +458,14 @@ class _Cycle(RequestResponseCycle):
                 self.transport.close()
             self.on_response()
 
-    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Returns the head of the answer. Raises RuntimeError for a value that would end its line."""
         self.response_started = True
         self.waiting_for_100_continue = False
         parts, closes = [STATUS_LINE[status]], False
+        if HEADER_VALUE_RE.search(b" ".join([value for _, value in headers])):
+            raise RuntimeError("a header of the answer has a value that no header may have")
         for name, value in headers:
-            if HEADER_VALUE_RE.search(value):
-                raise RuntimeError("a header of the answer has a value that no header may have")
             if name == b"content-length":
                 self.expected_content_length, self.chunked_encoding = int(value), False
             elif name == b"connection" and value == b"close":

@@ -329,7 +329,7 @@ class RunningAnswer:
 
     def _usage(self, attempt: Attempt | None) -> Usage:
         spec = self.spec
-        handed_off = attempt.handed_off if attempt is not None else None
+        handed_off = attempt.facts.handed_off if attempt is not None else None
         return Usage(
             prompt_tokens=len(spec.prompt_token_ids),
             cached_tokens=self.tokens.num_cached_tokens,

@@ -183,16 +183,6 @@ class Attempt:
         raise self._ended_by
 
     @property
-    def handed_off(self) -> HandedOff | None:
-        """What was said of its handoff, once that is complete."""
-        return self.facts.handed_off
-
-    @property
-    def prefill_started(self) -> PrefillStarted | None:
-        """What was said when its prompt was begun."""
-        return self.facts.prefill_started
-
-    @property
     def state(self) -> State:
         """Where the answer stands with this attempt, which workers have taken, or had until it ended."""
         return STATES[self.reached]

@@ -148,17 +148,17 @@ class Dispatcher:
 
         An answer that has tokens continues on workers whose next tokens are the same.
         """
-        spec = request.spec
-        num_known = request.num_known_tokens
+        spec, topology = request.spec, self._topology
+        num_known, now_s, workers = request.num_known_tokens, topology.now_s(), topology.workers(spec.model)
         prompt = (request.queue_entry.service_class, num_known)
-        usual = request.usual = self._topology.usual_speeds(spec.model)
-        decodes = self._topology.decode_views(spec.model, usual, prompt=prompt)
+        usual = request.usual = topology.usual_speeds(spec.model)
+        decodes = workers.decode.views(usual, usual.local, prompt, now_s)
         decodes = self._usable(decodes, usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         if request.bound_to:
             decodes = decodes.only(self.allowed(request))
-        prefills = self._topology.prefill_views(spec.model, usual, prompt=prompt)
+        prefills = workers.prefill.views(usual, usual.prefill, prompt, now_s)
         prefills = self._usable(prefills, usual.prefill, usual.decode)
         wanted = RouteRequest(
             num_prompt_tokens=num_known,
@@ -167,12 +167,11 @@ class Dispatcher:
             region=self._region,
             affinity_key=spec.facts.affinity_key,
             cached_tokens=self._cached_tokens(request),
-            kv_bytes_per_token=self._topology.kv_bytes_per_token(spec.model),
+            kv_bytes_per_token=workers.prefill.kv_bytes_per_token,
             prefill=spec.wishes.prefill or self._prefill_choice(),
         )
-        routes = self._router.route(
-            wanted, prefills, decodes, fits=self._fits(spec.model), now_s=self._clock.monotonic()
-        )
+        fits = self._fits(spec.model)
+        routes = self._router.route(wanted, prefills, decodes, fits=fits, now_s=self._clock.monotonic())
         if not (request.avoided or request.avoided_pairs or self._breakers.num_open or self.on_trial):
             return routes
         paired = {decode for _, decode in request.avoided_pairs}
@@ -278,9 +277,10 @@ class Dispatcher:
         for key in attempt.probes:
             self._breakers.abandoned(key)
         attempt.probes.clear()
-        if attempt.prefill is not None and attempt.handed_off is not None:
+        handed_off = attempt.facts.handed_off
+        if attempt.prefill is not None and handed_off is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
-            self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
+            self._topology.note_handoff(*pair, handed_off.num_bytes)
 
     def service_s(self, spec: AnswerSpec) -> tuple[float, float]:
         """Returns the least time that an answer takes once workers have taken it, and that of its prompt alone.

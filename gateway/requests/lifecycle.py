@@ -200,16 +200,16 @@ class Requests:
         error: BaseException | None = None
         self._open[request] = observer
         try:
-            if request.is_finished:
+            if request.finish_reason is not None:
                 yield request.last_delta()
                 return
             if not request.is_resumed:
                 await self._placing.until_served(request)
             delivery = Delivery(request, fast_path or FastPath(), self._progressed, observer)
-            while not request.is_finished:
+            while request.finish_reason is None:
                 try:
                     attempt = await self._place(request, observer)
-                    while not request.is_finished:
+                    while request.finish_reason is None:
                         delta = await delivery.next(attempt)
                         if delta.text or delta.token_ids or delta.finish_reason:
                             yield delta

@@ -156,7 +156,7 @@ class AnswerObserver:
             to = attempt.decode.peer.worker_id
             self.spans.moves(attempt.facts, to=to, num_tokens=request.num_tokens)
         if before is not None:
-            self._note_handoff(request, before.handed_off)
+            self._note_handoff(request, before.facts.handed_off)
         self._attempt = attempt
         trace.story.note_move(attempt.decode.peer.worker_id, moved_us)
         self._note_workers(attempt)
@@ -177,7 +177,7 @@ class AnswerObserver:
 
     def left(self, request: RunningAnswer, attempt: Attempt) -> None:
         """The attempt is over, however it ended."""
-        self._note_handoff(request, attempt.handed_off)
+        self._note_handoff(request, attempt.facts.handed_off)
 
     def ended(self, request: RunningAnswer, error: BaseException | None) -> None:
         """It is over, however it ended."""
@@ -246,9 +246,9 @@ class AnswerObserver:
         if self.spans is not None:
             self.spans.goes_on(_SPANS[phase], attempt.facts, num_tokens=request.num_tokens, num_new=num_new)
         if left == "prefill":
-            waited_s = attempt.prefill_started.queue_s if attempt.prefill_started is not None else 0.0
+            waited_s = attempt.facts.prefill_started.queue_s if attempt.facts.prefill_started is not None else 0.0
             trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
-        self._note_handoff(request, attempt.handed_off)
+        self._note_handoff(request, attempt.facts.handed_off)
         self._note_workers(attempt)
 
     def _note_handoff(self, request: RunningAnswer, handed_off: HandedOff | None) -> None:

@@ -25,7 +25,6 @@ from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
-from services.scheduling.routing.views import Views
 
 logger = logging.getLogger(__name__)
 
@@ -150,20 +149,17 @@ class Topology:
             member.is_exact = record.exact and is_known and is_alike
         return members
 
-    def prefill_views(self, model: str, usual: UsualSpeeds, *, prompt: tuple[int, int]) -> Views:
-        """Returns the prefill workers of a model in rotation, whose usual speeds these are.
-
-        `prompt` is (service class, tokens); only what is computed before it counts as waiting.
-        """
-        return self._of(model).prefill.views(usual, usual.prefill, prompt, self.now_s())
-
-    def decode_views(self, model: str, usual: UsualSpeeds, *, prompt: tuple[int, int]) -> Views:
-        """Returns the decode workers of a model in rotation; `usual` and `prompt` as in `prefill_views`."""
-        return self._of(model).decode.views(usual, usual.local, prompt, self.now_s())
+    def workers(self, model: str | None) -> ModelWorkers:
+        """Returns the workers of a model in rotation, or of all; to be asked anew when one may have come or gone."""
+        workers = self._models.get(model)
+        if workers is None:
+            workers = ModelWorkers(self._find_rotation("prefill", model), self._find_rotation("decode", model))
+            self._models[model] = workers
+        return workers
 
     def prefill_ids(self, model: str, *, decode: Peer | None = None) -> list[str]:
         """Returns the prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
-        workers = self._of(model)
+        workers = self.workers(model)
         if decode is None:
             return workers.prefill.ids
         fitting = workers.fitting.get(decode)
@@ -178,7 +174,7 @@ class Topology:
 
         With `bound_to`, an `identity_key`, only those where an answer that began with it may continue.
         """
-        records = [member.record for member in self._of(model).decode.members]
+        records = [member.record for member in self.workers(model).decode.members]
         if bound_to:
             records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
         return {record.id for record in records if not record.tenants or tenant in record.tenants}
@@ -194,7 +190,7 @@ class Topology:
 
     def identities(self, model: str) -> set[str]:
         """Returns the identities to which answers of a model's workers in rotation are bound."""
-        return self._of(model).identities
+        return self.workers(model).identities
 
     def _may_go_on(self, began: str, here: str) -> bool:
         """Whether an answer that began with one identity may continue with another, or be handed over to it."""
@@ -202,7 +198,7 @@ class Topology:
 
     def free_share(self, model: str, tenant: str) -> float:
         """Returns the largest share of its pages that a decode worker has free for a tenant; 1 without any worker."""
-        members = self._of(model).decode.members
+        members = self.workers(model).decode.members
         shares = (
             member.pages_available / max(1, member.load.pages_total)
             for member in members
@@ -212,7 +208,7 @@ class Topology:
 
     def usual_speeds(self, model: str) -> UsualSpeeds:
         """Returns the usual speeds of a model's workers, at most `USUAL_S` old."""
-        workers, now_s = self._of(model), asyncio.get_running_loop().time()
+        workers, now_s = self.workers(model), asyncio.get_running_loop().time()
         if now_s - workers.usual_at_s > USUAL_S:
             workers.usual = find_usual(workers.prefill.members, workers.decode.members, now_s)
             workers.usual_at_s = now_s
@@ -267,7 +263,7 @@ class Topology:
 
     def max_sequence_tokens(self, model: str) -> int | None:
         """Returns the longest sequence that a decode worker of a model in rotation can hold; None without one."""
-        return self._of(model).decode.max_sequence_tokens
+        return self.workers(model).decode.max_sequence_tokens
 
     def lane_of(self, model: str, tenant: str, bound_to: str = "") -> str:
         """Returns a name shared by requests that may use the same workers: empty, or the tenant's if it has its own.
@@ -280,21 +276,21 @@ class Topology:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
         lane = tenant if tenant in named else ""
-        if bound_to and not all(self._may_go_on(bound_to, other) for other in self._of(model).decode.identities):
+        if bound_to and not all(self._may_go_on(bound_to, other) for other in self.workers(model).decode.identities):
             lane = f"{lane} {bound_to}"
         return lane
 
     def kv_bytes_per_token(self, model: str) -> int:
         """Returns the bytes of a token's KV on its way to another worker; 0: not known yet."""
-        return self._of(model).prefill.kv_bytes_per_token
+        return self.workers(model).prefill.kv_bytes_per_token
 
     def cache_layouts(self, model: str) -> set[tuple[str, int]]:
         """Returns (layout fingerprint, tokens of a page) of workers in rotation: what names of pages depend on."""
-        return self._of(model).layouts
+        return self.workers(model).layouts
 
     def is_uniform(self, model: str) -> bool:
         """Whether the pages of every worker of a model in rotation fit every other one."""
-        return len(self._of(model).identities) <= 1 and not self._mismatched
+        return len(self.workers(model).identities) <= 1 and not self._mismatched
 
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
         """Returns the (pages, places) that a decode worker has for requests of a class.
@@ -451,15 +447,8 @@ class Topology:
     def _last_renewal_s(self, worker_id: str) -> float:
         return self._renewed_at_s.get(worker_id, -math.inf)
 
-    def _of(self, model: str | None) -> ModelWorkers:
-        workers = self._models.get(model)
-        if workers is None:
-            workers = ModelWorkers(self._find_rotation("prefill", model), self._find_rotation("decode", model))
-            self._models[model] = workers
-        return workers
-
     def _in_rotation(self, role_name: Role, model: str | None) -> Rotation:
-        workers = self._of(model)
+        workers = self.workers(model)
         return workers.prefill if role_name == "prefill" else workers.decode
 
     def _find_rotation(self, role_name: Role, model: str | None) -> Rotation:

@@ -124,7 +124,7 @@ class PlacementStore:
                 f"{placement.began_unix_ns:020d}",
                 placement.attempt,
                 placement.gateway,
-                placement.state.value,
+                placement.state,
                 placement.prefill_worker,
                 placement.decode_worker,
             )

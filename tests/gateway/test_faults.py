@@ -1191,7 +1191,9 @@ async def test_how_long_few_answers_may_still_run_is_known(make_system, worker_t
     decode.load.running = 2
     decode.sessions.load_changed()
     await system.until(lambda: session.steps_left() == 17)
-    (view,) = system.gateway.topology.decode_views(None, NOTHING_MEASURED, prompt=(2, 10))
+    (view,) = system.gateway.topology.workers(None).decode.views(
+        NOTHING_MEASURED, NOTHING_MEASURED.local, (2, 10), system.gateway.topology.now_s()
+    )
     assert (view.num_running, view.steps_left) == (2, 17)
     decode.load.running = 3  # one of another gateway
     decode.sessions.load_changed()

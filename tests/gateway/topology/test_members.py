@@ -21,8 +21,9 @@ PROMPT = (2, 100)
 
 def views(topology, role, model):
     """The workers of a role as a request sees them."""
-    usual = topology.usual_speeds(model)
-    return getattr(topology, f"{role}_views")(model, usual, prompt=PROMPT)
+    usual, workers = topology.usual_speeds(model), topology.workers(model)
+    prefill = usual.prefill if role == "prefill" else usual.local
+    return getattr(workers, role).views(usual, prefill, PROMPT, topology.now_s())
 
 
 def record(worker_id, **facts):
