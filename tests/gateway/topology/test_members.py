@@ -132,9 +132,9 @@ async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_to
 
 async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):
     topology = make_topology(record("d-0"), record("d-1"))
-    before = topology._of("m").decode
+    before = topology.workers("m").decode
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=1))
-    assert topology._of("m").decode is before
+    assert topology.workers("m").decode is before
     assert views(topology, "decode", "m")[0].pages_available == 1
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, is_draining=True))
     assert views(topology, "decode", "m").worker_ids == ["d-1"]
