@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import triton
 
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, split_starts
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row

@@ -48,7 +48,8 @@ from kv_transfer.transports.base import (
 from kv_transfer.transports.registry import DEVICE_NAMES, Transports
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server

@@ -20,7 +20,7 @@ import torch
 
 from demo import DEMO_MODEL
 from prefill_worker.engine_loop import prefill_loop
-from services.engine.cache.pages import num_pages_for
+from services.engine.cache.pool import num_pages_for
 from services.engine.engine import EngineParts, load_warm_engine
 from services.engine.steps.sequence import Sampling, Sequence
 from services.runtime.clock import Clock

@@ -19,7 +19,8 @@ from kv_transfer.receiving import LinkReceiver
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2, link_pb2_grpc
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.runtime import process, rpc
 from services.runtime.addresses import is_every_interface, join_host_port
 from services.runtime.errors import ConfigError, TandemError, WorkerUnavailable

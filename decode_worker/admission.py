@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from services.engine.cache.pages import num_pages_for
+from services.engine.cache.pool import num_pages_for
 from services.runtime.errors import NoFreePages, Overloaded
 from services.scheduling.chunks import DEFAULT_CLASS
 

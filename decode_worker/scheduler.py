@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
 
 from decode_worker.admission import watermark_pages
-from services.engine.cache.pages import num_pages_for
+from services.engine.cache.pool import num_pages_for
 from services.scheduling.chunks import DEFAULT_CLASS, ChunkScheduler, Speed
 from services.scheduling.prediction import DecodeSpeed
 from worker.engine import Preemption

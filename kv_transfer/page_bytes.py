@@ -21,14 +21,14 @@ import torch
 from kv_transfer.device_pages import spread
 from kv_transfer.protocol.messages import WireLayout
 from kv_transfer.transports.base import Bytes
-from services.engine.cache.pages import PageLayout
+from services.engine.cache.pool import PageLayout
 from services.runtime.errors import InvariantViolated
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class PageMemory(Protocol):
-    """The memory of a worker's pages, whatever computes in it; `services.engine.cache.pages.PagePool` is one.
+    """The memory of a worker's pages, whatever computes in it; `services.engine.cache.pool.PagePool` is one.
 
     Between two workers whose pages have several pieces, the page sizes are equal: only slots of a page of one piece are
     where `layout` says.

@@ -33,7 +33,7 @@ from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.kept import Kept, KeptPrompts
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
-from services.engine.cache.pages import num_pages_for
+from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Grammar, Sampling
 from services.engine.steps.step import NonFiniteLogits, SampledToken
 from services.runtime import telemetry

@@ -12,6 +12,7 @@ TESTED_BY = {
     "cli/logs.py": "cli/test_scale.py",
     "cli/serve.py": "cli/test_commands.py",
     "cli/up_scopes.py": "cli/test_up.py",
+    "services/engine/cache/store.py": "services/engine/cache/test_host_tier.py",
     "services/engine/cpu/decoder.py": "services/engine/test_model.py",
     "services/engine/gpu/decoder.py": "services/engine/gpu/test_gpu_runner.py",
     "services/engine/gpu/graphs.py": "services/engine/gpu/test_gpu_runner.py",

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.engine.cache.host_tier import HostTier, take_prefix
-from services.engine.cache.pages import HeldState, PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
+from services.engine.cache.lease import PageLease
+from services.engine.cache.pages import HeldState, PageAllocator, PageChanges, PageCounts
+from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Sequence
 from services.runtime.clock import Clock
 from services.runtime.page_keys import KeyChain, PageKey

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from services.engine.cache.host_tier import HostTier
+from services.engine.cache.lease import PageLease
 from services.engine.cache.memory import num_pool_pages, num_tier_bytes
-from services.engine.cache.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool, num_pages_for
 from services.engine.cache.swap import SwapSpace
 from services.engine.model import ENGINE, Model, load_model
 from services.engine.parallel.group import RankGroup

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine.cache.pages import PagePool
+from services.engine.cache.pool import PagePool
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import MAX_ROWS, NO_FEED, Capture, DecodeGraphs, Launched, Row
 from services.engine.gpu.sampling_triton import NOTHING_CHOSEN

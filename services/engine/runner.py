@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from services.engine.cache.pages import PagePool, num_pages_for
+from services.engine.cache.pool import PagePool, num_pages_for
 from services.engine.kernels.library import Kernels
 from services.engine.model import Model
 from services.engine.reference.attention import AttentionBatch

@@ -23,7 +23,8 @@ from kv_transfer.protocol.messages import TransferId
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.weights.config import load_config
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError

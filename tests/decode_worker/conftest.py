@@ -16,7 +16,8 @@ from decode_worker.mask_pace import PacedMasks
 from decode_worker.worker import DecodeWorker, Limits
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.clock import SYSTEM_CLOCK

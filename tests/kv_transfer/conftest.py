@@ -20,7 +20,8 @@ from kv_transfer.send_link import SendTransfer
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     InvariantViolated,

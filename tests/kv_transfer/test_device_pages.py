@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.device_pages import DevicePages, can_hold, word_sums
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pool import PageLayout, PagePool
 from tests.kv_transfer.conftest import make_pool
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

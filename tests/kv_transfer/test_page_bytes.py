@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
-from services.engine.cache.pages import PagePool
+from services.engine.cache.pool import PagePool
 from services.runtime.errors import InvariantViolated
 from tests.kv_transfer.conftest import make_pool, tokens_of
 

@@ -26,7 +26,8 @@ from kv_transfer.receive_link import Reserved
 from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
-from services.engine.cache.pages import PageAllocator, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TransferFailed, WorkerUnavailable
 from tests.kv_transfer import peer_process

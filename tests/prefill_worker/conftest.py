@@ -12,7 +12,8 @@ import torch
 from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker
 from protos import inference_pb2, worker_pb2
-from services.engine.cache.pages import PageAllocator, PageLayout
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout
 from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import SYSTEM_CLOCK

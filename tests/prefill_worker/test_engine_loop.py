@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from prefill_worker.engine_loop import PrefillLoop
 from services.engine.cache.host_tier import HostTier
-from services.engine.cache.pages import PageAllocator, PageChanges, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator, PageChanges
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.cache.swap import SwapSpace
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from services.engine.cache.pages import PageLayout
+from services.engine.cache.pool import PageLayout
 from services.runtime.errors import ConfigError, InvariantViolated
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from services.engine.cache.pages import PageChanges, PageCounts, num_pages_for
+from services.engine.cache.pages import PageChanges, PageCounts
+from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken
 from services.runtime.clock import Clock

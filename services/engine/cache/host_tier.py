@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from services.engine.cache.pages import NamedPage, PageAllocator, PageLease
+from services.engine.cache.lease import PageLease
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.store import NamedPage
 from services.engine.cache.swap import SwapSpace
 from services.runtime.page_keys import PageKey
 

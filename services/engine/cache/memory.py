@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from services.engine.cache.pages import PageLayout
+from services.engine.cache.pool import PageLayout
 from services.runtime.errors import ConfigError
 from services.runtime.memory_limit import memory_limit
 

@@ -1,24 +1,16 @@
-"""KV pages: their shape, the memory that holds them, and the bookkeeping of their holders.
+"""The bookkeeping of KV pages: who holds each, what it is found by, and which are free.
 
-Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread, but for
-`PageAllocator.generations`; nothing locks.
-
-Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, D elements of a head.
+Knows nothing of the memory of pages, of sequences, models or transfers. Everything here belongs to the engine thread,
+but for `PageAllocator.generations`; nothing locks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice, takewhile
-from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-import torch
-
+from services.engine.cache.store import NamedPage, PageStore
 from services.runtime.errors import InvariantViolated, NoFreePages
 from services.runtime.page_keys import PageKey
 
@@ -29,92 +21,6 @@ HeldState = Literal["reserved", "used"]
 _STATES: tuple[PageState, ...] = ("free", "cached", "reserved", "used")
 _FREE, _CACHED, _RESERVED, _USED = range(4)
 _CODE_OF: dict[HeldState, int] = {"reserved": _RESERVED, "used": _USED}
-
-
-def num_pages_for(num_tokens: int, page_size: int) -> int:
-    """Returns how many pages of `page_size` tokens hold `num_tokens` tokens."""
-    return -(-num_tokens // page_size)
-
-
-@dataclass(frozen=True)
-class PageLayout:
-    """Shape of one page. The order of the axes in memory is a constant of this file: [H, L, 2, S, D].
-
-    Heads come first so that a range of heads of one page is one range of bytes; index 0 of axis `2` is K, 1 is V.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of a page: (H, L, 2, S, D)."""
-        return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
-
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Returns how many pages hold `num_tokens` tokens."""
-        return num_pages_for(num_tokens, self.page_size)
-
-
-class PagePool:
-    """The memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
-
-    It starts as zeros: a slot that was never written must not hold a NaN, which would survive a masked product.
-    Where the memory is made elsewhere, `data` is that, all zeros.
-    """
-
-    def __init__(
-        self,
-        layout: PageLayout,
-        num_pages: int,
-        *,
-        device: torch.device | str = "cpu",
-        data: torch.Tensor | None = None,
-    ) -> None:
-        if num_pages < 1:
-            raise ValueError(f"a pool needs at least 1 page, not {num_pages}")
-        self.layout, self.num_pages = layout, num_pages
-        shape = (num_pages, *layout.shape)
-        if data is None and torch.device(device).type == "cpu":
-            data = host_zeros(shape, layout.dtype)
-        self.data = torch.zeros(shape, dtype=layout.dtype, device=device) if data is None else data
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """The pool's memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
-        return self.data.view(self.num_pages, -1).view(torch.uint8)
-
-    @property
-    def pieces(self) -> torch.Tensor:
-        """The pages, each of them one piece, as uint8 [1, N, page_bytes]."""
-        return self.bytes[None]
-
-
-def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros in the host's memory, which is taken when it is first written to. At least one element."""
-    # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
-    # used of it. torch.zeros would write it all.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # As long as there are any, a prompt's pages are some that nobody has written to yet: in pieces of 4 KB the
-        # kernel takes 6 times as long to give that memory.
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class PageCounts(NamedTuple):
@@ -137,42 +43,6 @@ class PageChanges(NamedTuple):
     def none(cls) -> PageChanges:
         """Nothing has changed."""
         return cls((), ())
-
-
-class NamedPage(NamedTuple):
-    """A page that is evicted, what it is found by, and the key of the page before it."""
-
-    page_id: int
-    key: PageKey
-    parent: PageKey | None
-
-
-class PageStore(Protocol):
-    """Where named pages go that an allocation evicts; services.engine.cache.host_tier is one."""
-
-    def __contains__(self, key: PageKey) -> bool:
-        """Returns whether the store has the page with this key."""
-        ...
-
-    def parents(self) -> dict[PageKey, PageKey | None]:
-        """Returns the key of the page before each in the store."""
-        ...
-
-    def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
-        """Keeps what is in these pages, or not; returns the keys of the pages that this evicts from the store."""
-        ...
-
-    def discard(self, key: PageKey) -> None:
-        """Forgets the page with this key; unknown keys are ignored."""
-        ...
-
-    def take(self, keys: Sequence[PageKey]) -> list[int]:
-        """Gives up the content of these pages; the caller gets it back by the numbers that are returned."""
-        ...
-
-    def problems(self) -> list[str]:
-        """Returns how the books contradict themselves, if they do."""
-        ...
 
 
 class PageAllocator:
@@ -607,92 +477,6 @@ class PageAllocator:
         if both := self._page_of.keys() & self._store.parents().keys():
             problems.append(f"{len(both)} keys are in the pool and in the store")
         return problems
-
-
-class PageLease:
-    """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
-
-    `page_ids` is the sequence's page table, in order; it grows in place and is emptied by `close`, so a sequence that
-    shares the list cannot reach its former pages.
-    """
-
-    def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
-        """Promises `num_promised_pages`; raises NoFreePages where that cannot be kept."""
-        allocator.promise(num_promised_pages)
-        self._allocator = allocator
-        self._num_promised = num_promised_pages
-        self._is_closed = False
-        self.page_ids: list[int] = []
-
-    @property
-    def num_promised_pages(self) -> int:
-        """Pages that `grow` can still take without fail."""
-        return self._num_promised
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether everything was given back."""
-        return self._is_closed
-
-    def can_grow(self, num_pages: int) -> bool:
-        """Says whether `grow` would succeed now."""
-        return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
-
-    def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Takes `num_pages` more, from the promise first; returns only the new ones. All or none.
-
-        Raises:
-            NoFreePages: the promise is smaller and the rest is not available.
-        """
-        if self._is_closed:
-            raise InvariantViolated("a closed page lease cannot grow")
-        num_promised = min(num_pages, self._num_promised)
-        page_ids = self._allocator.allocate(num_pages, state=state, num_promised=num_promised)
-        self._num_promised -= num_promised
-        self.page_ids += page_ids
-        return page_ids
-
-    def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Grows until the lease holds at least `num_pages`; returns only the new ones."""
-        return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
-
-    def mark_used(self) -> None:
-        """Moves all pages of the lease that are reserved to used."""
-        is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
-        self._allocator.mark_used(is_reserved)
-
-    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
-        """Adds pages whose content exists already, as `PageAllocator.take`; the promise shrinks by as many."""
-        if self._is_closed:
-            raise InvariantViolated("a closed page lease cannot grow")
-        num_promised = min(len(page_ids), self._num_promised)
-        if not self._allocator.take(page_ids, generations, num_promised=num_promised):
-            return False
-        self._num_promised -= num_promised
-        self.page_ids += page_ids
-        return True
-
-    def close(self, *, is_kept: bool = False) -> None:
-        """Gives back the pages and the promise. The second time does nothing.
-
-        `is_kept`: the content of used pages stays, as long as the pool has room, for a caller that takes it by its
-        generation.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        page_ids, self.page_ids[:] = self.page_ids[:], []
-        num_promised, self._num_promised = self._num_promised, 0
-        self._allocator.unpromise(num_promised)
-        self._allocator.release(page_ids, is_kept=is_kept)
-
-    def __enter__(self) -> PageLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_count(num_pages: int) -> None:

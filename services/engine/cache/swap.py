@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from services.engine.cache.pages import PagePool, host_zeros
+from services.engine.cache.pool import PagePool, host_zeros
 from services.runtime.errors import ConfigError, InvariantViolated
 
 logger = logging.getLogger(__name__)

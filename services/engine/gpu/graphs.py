@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.engine.cache.pages import PagePool, num_pages_for
+from services.engine.cache.pool import PagePool, num_pages_for
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, num_splits
 from services.engine.gpu.decoder import DecodeStep, TritonDecoder
 from services.engine.gpu.sampling_triton import Choices, choose

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.model import Model
 from services.engine.parallel.decoder import check_step
 from services.engine.parallel.messages import StepMessage, receive_object, send_object, send_step

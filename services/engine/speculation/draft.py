@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.engine.cache.pages import PageLease, PagePool, num_pages_for
+from services.engine.cache.lease import PageLease
+from services.engine.cache.pool import PagePool, num_pages_for
 from services.engine.cpu.decoder import KernelStep
 from services.engine.engine import EngineParts, load_engine
 from services.engine.model import Model

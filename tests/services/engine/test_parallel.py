@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.engine import Engine, load_engine
 from services.engine.model import Model, load_model
 from services.engine.parallel.meeting import Meeting

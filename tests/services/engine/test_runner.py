@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.cache.pages import num_pages_for
+from services.engine.cache.pool import num_pages_for
 from services.engine.engine import EngineParts, load_engine
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan

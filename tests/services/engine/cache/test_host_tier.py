@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from services.engine.cache.host_tier import HostTier, take_prefix
-from services.engine.cache.pages import PageAllocator, PageLayout, PageLease, PagePool
+from services.engine.cache.lease import PageLease
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.cache.swap import SwapSpace
 from services.runtime.errors import InvariantViolated
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.engine.cache.memory import num_pool_pages, num_tier_bytes
-from services.engine.cache.pages import PageLayout
+from services.engine.cache.pool import PageLayout
 from services.runtime.errors import ConfigError
 
 GIB = 1 << 30

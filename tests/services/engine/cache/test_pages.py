@@ -1,75 +1,22 @@
-import mmap
-import re
-from pathlib import Path
-
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.engine.cache.pages import (
-    PageAllocator,
-    PageChanges,
-    PageCounts,
-    PageLayout,
-    PageLease,
-    PagePool,
-    host_zeros,
-    num_pages_for,
-)
+from services.engine.cache.lease import PageLease
+from services.engine.cache.pages import PageAllocator, PageChanges, PageCounts
 from services.runtime.errors import InvariantViolated, NoFreePages
-
-LAYOUT = PageLayout(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
 
 
 def keep(allocator: PageAllocator) -> None:
     allocator.release([0], is_kept=True)
 
 
-class TestLayoutAndPool:
-    def test_a_page_is_heads_layers_kv_slots_dim(self) -> None:
-        assert LAYOUT.shape == (2, 3, 2, 4, 8)
-        assert LAYOUT.page_bytes == 2 * 3 * 2 * 4 * 8 * 2
-
-    @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-    def test_number_of_pages(self, num_tokens: int, expected: int) -> None:
-        assert LAYOUT.num_pages_for(num_tokens) == num_pages_for(num_tokens, 4) == expected
-
-    def test_pool_is_zero_contiguous_and_of_the_dtype(self) -> None:
-        pool = PagePool(LAYOUT, 5)
-        assert pool.data.shape == (5, 2, 3, 2, 4, 8)
-        assert pool.data.is_contiguous()
-        assert pool.data.dtype == torch.bfloat16
-        assert not pool.data.any()
-
-    def test_bytes_are_the_same_memory_one_row_per_page(self) -> None:
-        pool = PagePool(LAYOUT, 5)
-        pool.data[3] = 1.0
-        assert pool.bytes.shape == (5, LAYOUT.page_bytes)
-        assert pool.bytes.any(dim=1).tolist() == [False, False, False, True, False]
-        pool.bytes[3] = 0
-        assert not pool.data.any()
-
-    def test_memory_outlives_the_pool(self) -> None:
-        data = PagePool(LAYOUT, 5).data
-        data.fill_(2.0)
-        assert data.sum().item() == 2.0 * data.numel()
-
-    @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "page_size"])
-    def test_nonsense_is_refused(self, field: str) -> None:
-        arguments = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, field: 0}
-        with pytest.raises(ValueError, match=field):
-            PageLayout(**arguments, dtype=torch.float32)
-
-    def test_an_empty_pool_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least 1 page"):
-            PagePool(LAYOUT, 0)
+class TestAllocator:
+    def test_a_pool_has_pages(self) -> None:
         with pytest.raises(ValueError, match="at least 1 page"):
             PageAllocator(0)
 
-
-class TestAllocator:
     def test_pages_move_through_the_states(self) -> None:
         allocator = PageAllocator(10)
         reserved = allocator.allocate(3, state="reserved")
@@ -357,76 +304,6 @@ class TestCache:
         allocator.check_integrity()
 
 
-class TestLease:
-    def test_grows_from_its_promise_then_from_what_is_left(self) -> None:
-        allocator = PageAllocator(4)
-        with PageLease(allocator, num_promised_pages=2) as lease:
-            table = lease.page_ids
-            assert lease.grow(1, state="used") == table
-            assert lease.num_promised_pages == 1
-            assert len(lease.grow_to(4, state="used")) == 3
-            assert lease.grow_to(4, state="used") == []
-            assert len(table) == 4
-            assert allocator.counts().used == 4
-        assert table == []  # a sequence that shares the list cannot reach its former pages
-        assert allocator.counts().free == 4
-        assert allocator.num_promised_pages == 0
-
-    def test_a_promise_beats_newcomers(self) -> None:
-        allocator = PageAllocator(4)
-        lease = PageLease(allocator, num_promised_pages=3)
-        with pytest.raises(NoFreePages):
-            PageLease(allocator, num_promised_pages=2)
-        other = PageLease(allocator)
-        with pytest.raises(NoFreePages):
-            other.grow(2, state="used")
-        assert other.page_ids == []
-        assert len(lease.grow(3, state="reserved")) == 3
-        allocator.check_integrity()
-
-    def test_an_unfulfilled_growth_leaves_everything_as_it_was(self) -> None:
-        allocator = PageAllocator(4)
-        lease = PageLease(allocator, num_promised_pages=2)
-        with pytest.raises(NoFreePages):
-            lease.grow(5, state="used")
-        assert lease.num_promised_pages == allocator.num_promised_pages == 2
-        assert lease.page_ids == []
-
-    def test_close_is_idempotent_and_final(self) -> None:
-        allocator = PageAllocator(4)
-        lease = PageLease(allocator, num_promised_pages=3)
-        lease.grow(1, state="reserved")
-        lease.close()
-        allocator.allocate(4, state="used")  # a second close must not free another's pages
-        lease.close()
-        assert lease.is_closed
-        assert allocator.counts().used == 4
-        with pytest.raises(InvariantViolated, match="closed"):
-            lease.grow(1, state="used")
-
-    def test_an_error_inside_gives_everything_back(self) -> None:
-        allocator = PageAllocator(4)
-
-        def fail_half_way() -> None:
-            with PageLease(allocator, num_promised_pages=2) as lease:
-                lease.grow(3, state="reserved")
-                raise RuntimeError("boom")
-
-        with pytest.raises(RuntimeError, match="boom"):
-            fail_half_way()
-        assert allocator.counts().free == 4
-        assert allocator.num_promised_pages == 0
-
-    def test_mark_used_takes_what_is_reserved(self) -> None:
-        allocator = PageAllocator(4)
-        lease = PageLease(allocator)
-        lease.grow(2, state="reserved")
-        lease.grow(1, state="used")
-        lease.mark_used()
-        lease.mark_used()
-        assert allocator.counts() == PageCounts(total=4, free=1, cached=0, reserved=0, used=3)
-
-
 class AllocatorMachine(RuleBasedStateMachine):
     """Random use by many holders against a model: page → number of holders, names, and cached pages by age."""
 
@@ -645,17 +522,3 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no such advice")
-def test_a_pool_is_given_its_memory_in_large_pieces() -> None:
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("the kernel has no huge pages")
-    pool = host_zeros((4 << 20,), torch.float32)
-    flags = ""
-    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
-        start, end = (int(bound, 16) for bound in mapping.split(None, 1)[0].split("-"))
-        if start <= pool.data_ptr() < end:
-            flags = mapping[mapping.index("VmFlags:") :]
-    assert " hg" in flags
-    assert not pool.any()

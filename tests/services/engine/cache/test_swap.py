@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from services.engine.cache.pages import PageLayout, PagePool
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.cache.swap import SwapSpace
 from services.runtime.errors import InvariantViolated
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.engine.cache.pages import host_zeros
+from services.engine.cache.pool import host_zeros
 from services.engine.gpu import attention_triton
 from services.engine.gpu.attention_triton import (
     SPLIT_TOKENS,

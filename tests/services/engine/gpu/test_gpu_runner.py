@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.engine import Engine, EngineParts
 from services.engine.gpu import graphs
 from services.engine.gpu.decoder import TritonDecoder

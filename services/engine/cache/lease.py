@@ -1,0 +1,95 @@
+"""The pages of one sequence as a scope. Knows nothing of what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from services.engine.cache.pages import HeldState, PageAllocator
+from services.runtime.errors import InvariantViolated
+
+
+class PageLease:
+    """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
+
+    `page_ids` is the sequence's page table, in order; it grows in place and is emptied by `close`, so a sequence that
+    shares the list cannot reach its former pages.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
+        """Promises `num_promised_pages`; raises NoFreePages where that cannot be kept."""
+        allocator.promise(num_promised_pages)
+        self._allocator = allocator
+        self._num_promised = num_promised_pages
+        self._is_closed = False
+        self.page_ids: list[int] = []
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages that `grow` can still take without fail."""
+        return self._num_promised
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything was given back."""
+        return self._is_closed
+
+    def can_grow(self, num_pages: int) -> bool:
+        """Says whether `grow` would succeed now."""
+        return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
+
+    def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Takes `num_pages` more, from the promise first; returns only the new ones. All or none.
+
+        Raises:
+            NoFreePages: the promise is smaller and the rest is not available.
+        """
+        if self._is_closed:
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(num_pages, self._num_promised)
+        page_ids = self._allocator.allocate(num_pages, state=state, num_promised=num_promised)
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return page_ids
+
+    def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Grows until the lease holds at least `num_pages`; returns only the new ones."""
+        return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
+
+    def mark_used(self) -> None:
+        """Moves all pages of the lease that are reserved to used."""
+        is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
+        self._allocator.mark_used(is_reserved)
+
+    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
+        """Adds pages whose content exists already, as `PageAllocator.take`; the promise shrinks by as many."""
+        if self._is_closed:
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(len(page_ids), self._num_promised)
+        if not self._allocator.take(page_ids, generations, num_promised=num_promised):
+            return False
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return True
+
+    def close(self, *, is_kept: bool = False) -> None:
+        """Gives back the pages and the promise. The second time does nothing.
+
+        `is_kept`: the content of used pages stays, as long as the pool has room, for a caller that takes it by its
+        generation.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        page_ids, self.page_ids[:] = self.page_ids[:], []
+        num_promised, self._num_promised = self._num_promised, 0
+        self._allocator.unpromise(num_promised)
+        self._allocator.release(page_ids, is_kept=is_kept)
+
+    def __enter__(self) -> PageLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
