@@ -28,7 +28,8 @@ from kv_transfer.protocol.messages import (
     HelloAck,
     TransferId,
 )
-from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
+from kv_transfer.protocol.receiver import ReceiverLink, link_fault
+from kv_transfer.protocol.receiver_transfer import LinkTerms
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receive_link import ReceiveLink, ReceiveTarget, Surroundings
 from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec

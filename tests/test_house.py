@@ -13,7 +13,6 @@ MAX_PARAMETERS, MAX_POSITIONAL = 6, 2
 MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 
 LONG_FILES = {
-    "kv_transfer/protocol/receiver.py": 544,
     "services/scheduling/queue.py": 519,
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""

@@ -37,6 +37,7 @@ TESTED_BY = {
     "kv_transfer/page_kernels.py": "kv_transfer/test_device_pages.py",
     "kv_transfer/protocol/counters.py": "kv_transfer/protocol/test_receiver.py",
     "kv_transfer/protocol/messages.py": "kv_transfer/test_wire.py",
+    "kv_transfer/protocol/receiver_transfer.py": "kv_transfer/protocol/test_receiver.py",
     "kv_transfer/receive_link.py": "kv_transfer/test_handoff.py",
     "kv_transfer/receive_thread.py": "kv_transfer/test_handoff.py",
     "kv_transfer/send_link.py": "kv_transfer/test_handoff.py",

@@ -3,10 +3,10 @@
 
 usage: tools/mutate_receiver.py [--list] [--jobs N] [NAME ...]     (NAME: only mutants whose name contains it)
 
-The checks are found in the source: each condition of receiver.py, frames.py and fence.py that becomes false, each
-part of an `and` or `or` that is left out, and the statements of STATEMENTS that are removed. Each mutant is a copy of
-the protocol in a temporary folder; the tree itself is never touched. Exit status: 0 all killed, 1 one survived, 2 the
-lists below no longer fit the source.
+The checks are found in the source: each condition in FILES that becomes false, each part of an `and` or `or` that is
+left out, and the statements of STATEMENTS that are removed. Each mutant is a copy of the protocol in a temporary
+folder; the tree itself is never touched. Exit status: 0 all killed, 1 one survived, 2 the lists below no longer fit the
+source.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOCOL = Path("kv_transfer/protocol")
-FILES = ("receiver.py", "frames.py", "fence.py")
+TRANSFER = "receiver_transfer.py"
+FILES = ("receiver.py", TRANSFER, "frames.py", "fence.py")
 COPIED = (PROTOCOL, Path("tests/kv_transfer/protocol"))
 COPIED_FILES = (
     "kv_transfer/__init__.py",
@@ -49,10 +50,15 @@ TIMEOUT_S = 300.0
 # Statements that are a check or the record that one needs: (file, function, statement, replacement).
 STATEMENTS: tuple[tuple[str, str, str, str], ...] = (
     ("receiver.py", "", "MAX_CHECKSUM_MISMATCHES = 3", "MAX_CHECKSUM_MISMATCHES = 10**9"),
-    ("receiver.py", "ReceiverTransfer.fail", "actions.append(Revoke(self.id))", "pass"),
-    ("receiver.py", "ReceiverTransfer.on_chunk", "self._mark_covered(header.first_page, header.num_pages)", "pass"),
-    ("receiver.py", "ReceiverTransfer.on_chunk", "self._num_outstanding += 1", "pass"),
-    ("receiver.py", "ReceiverTransfer._release_when_idle", "self._holds_pages = False", "pass"),
+    (TRANSFER, "ReceiverTransfer.fail", "actions.append(Revoke(self.id))", "pass"),
+    (
+        TRANSFER,
+        "ReceiverTransfer.on_chunk",
+        "self._mark_covered(header.first_page, header.num_pages)",
+        "pass",
+    ),
+    (TRANSFER, "ReceiverTransfer.on_chunk", "self._num_outstanding += 1", "pass"),
+    (TRANSFER, "ReceiverTransfer._release_when_idle", "self._holds_pages = False", "pass"),
     ("receiver.py", "ReceiverLink._on_abort", "self._fence.close(message.id)", "pass"),
     ("receiver.py", "ReceiverLink.placement", "self._num_checksum_mismatches += 1", "pass"),
     ("receiver.py", "ReceiverLink.on_message", "self._liveness.heard(now)", "pass"),
@@ -71,7 +77,7 @@ STATEMENTS: tuple[tuple[str, str, str, str], ...] = (
 # Changes that nothing can tell, with the reason: (file, function, change).
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
-        "receiver.py",
+        TRANSFER,
         "ReceiverTransfer._end",
         "is_committed: never",
     ): "a committed transfer has no error anyway",
@@ -86,7 +92,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "message.id is None: never",
     ): "for the type checker: on_message lets no Abort without an id through",
     (
-        "receiver.py",
+        TRANSFER,
         "ReceiverTransfer._release_when_idle",
         "TransferFailed('the transfer failed'): left out",
     ): "for the type checker: a failed transfer has an error",

@@ -39,7 +39,8 @@ from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.fence import Fence
 from kv_transfer.protocol.frames import Drop, PlacementEvent, PlacementTable, Wait, Write
 from kv_transfer.protocol.messages import ChunkHeader, Message, Seal, TransferId, WireLayout, chain_digest
-from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, ReceiverState
+from kv_transfer.protocol.receiver import ReceiverLink
+from kv_transfer.protocol.receiver_transfer import LinkTerms, ReceiverState
 from kv_transfer.protocol.sender import SenderLink, SenderState
 from kv_transfer.protocol.timing import Timeouts
 from services.runtime.errors import NoFreePages, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable

@@ -39,7 +39,8 @@ from kv_transfer.protocol.messages import (
     WireLayout,
     seal_digest,
 )
-from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
+from kv_transfer.protocol.receiver import ReceiverLink, link_fault
+from kv_transfer.protocol.receiver_transfer import LinkTerms
 from kv_transfer.protocol.timing import Timeouts
 from services.runtime.errors import (
     DeadlineExceeded,
