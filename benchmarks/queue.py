@@ -29,8 +29,9 @@ from msgspec.structs import replace
 
 from benchmarks.report import Ratio, add_arguments, leave
 from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane, WaitingPlace
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
-from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
+from services.scheduling.queue import STRATEGIES, RequestQueue
 
 NUM_PAIRS = 1000
 NUM_TENANTS = 8

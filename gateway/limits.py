@@ -13,7 +13,7 @@ from gateway.types import AskedSampling, Sampling
 from services.runtime.bounds import Bounds, invalid_value
 from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import MEMBERS, check_numbers, completed_members
-from services.scheduling.queue import ServiceClass
+from services.scheduling.entry import ServiceClass
 from services.structured.form import AnswerForm
 
 MAX_BODY_BYTES = 8 * 1024 * 1024

@@ -12,9 +12,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 MAX_PARAMETERS, MAX_POSITIONAL = 6, 2
 MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000
 
-LONG_FILES = {
-    "services/scheduling/queue.py": 519,
-}
+LONG_FILES: dict[str, int] = {}
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS: dict[str, int] = {}
 

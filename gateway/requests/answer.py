@@ -23,8 +23,8 @@ from gateway.types import Delta, FinishReason, Usage
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
 from services.runtime.page_keys import sharers
+from services.scheduling.entry import QueueEntry
 from services.scheduling.overload import Admit
-from services.scheduling.queue import QueueEntry
 from services.scheduling.routing.route import Route
 
 KEPT_PROMPT_S = 10.0

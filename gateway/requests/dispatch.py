@@ -23,8 +23,8 @@ from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
 from services.scheduling.disaggregation import PrefillChoice
+from services.scheduling.entry import ServiceClass
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
-from services.scheduling.queue import ServiceClass
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import Fits, RouteRequest, Views, WorkerView
 

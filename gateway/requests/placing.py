@@ -22,7 +22,7 @@ from gateway.topology.session import PrefillSession
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
-from services.scheduling.queue import UNSAID_S, QueueEntry, ServiceClass
+from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.routing.route import Route
 
 NO_WORKER_RETRY_S = 2.0

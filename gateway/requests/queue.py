@@ -24,9 +24,10 @@ from types import TracebackType
 
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
+from services.scheduling.queue import QueueFull, RequestQueue
 from services.scheduling.routing.route import Route
 
 GATHER_S = 0.002

@@ -22,8 +22,9 @@ from planning.simulator.timeline import Timeline
 from planning.simulator.traces import Trace, TraceRequest
 from planning.simulator.transfers import Transfers
 from services.runtime.errors import ConfigError
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
+from services.scheduling.queue import QueueFull, RequestQueue
 from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.router import Router

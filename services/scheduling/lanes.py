@@ -10,7 +10,7 @@ one takes nothing that the other could use; so it is not charged, and does not a
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from services.scheduling.queue import QueueEntry, ServiceClass
+from services.scheduling.entry import QueueEntry, ServiceClass
 
 ACCOUNTS_KEPT = 64
 """With this many tenants more than twice those that owed something last time, ones that owe nothing are forgotten."""

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from services.scheduling.queue import QueueEntry, ServiceClass
+from services.scheduling.entry import QueueEntry, ServiceClass
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0

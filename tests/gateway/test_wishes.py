@@ -13,8 +13,8 @@ from gateway.requests.placing import due_s
 from gateway.wishes import MAX_MS, NO_WISHES, Wishes, read_wishes
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import InvalidRequest
+from services.scheduling.entry import UNSAID_S
 from services.scheduling.overload import Targets
-from services.scheduling.queue import UNSAID_S
 
 MODES = {name: getattr(cluster_pb2, f"PREFILL_CHOICE_{name.upper()}") for name in ("auto", "local", "remote")}
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gateway.requests.queue import GATHER_S, MAX_SILENCE_S, AdmissionQueue, Lane
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneOrder
-from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
+from services.scheduling.queue import RequestQueue
 from tests.stopwatch import Stopwatch
 
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
+from services.scheduling.queue import RequestQueue
 from tests.examples import examples
 
 LIMIT_S = 5.0

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import ACCOUNTS_KEPT, LaneOrder
-from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
+from services.scheduling.queue import RequestQueue
 
 TENANTS = "abcd"
 LANES = {"a": "a", "b": "b", "c": "", "d": ""}

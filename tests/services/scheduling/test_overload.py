@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
+from services.scheduling.queue import QueueFull, RequestQueue
 
 CRITICAL, INTERACTIVE, NORMAL, LOW, BATCH = ServiceClass
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)

@@ -9,19 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduling.queue import (
-    MAX_PASSED_S,
-    MAX_RUNS,
-    PASSED_TIMES,
-    SHELLS_KEPT,
-    STRATEGIES,
-    UNSAID_S,
-    YIELD_S,
-    QueueEntry,
-    QueueFull,
-    RequestQueue,
-    ServiceClass,
-)
+from services.scheduling.entry import MAX_PASSED_S, PASSED_TIMES, UNSAID_S, QueueEntry, ServiceClass
+from services.scheduling.queue import MAX_RUNS, SHELLS_KEPT, STRATEGIES, YIELD_S, QueueFull, RequestQueue
 from tests.examples import examples
 
 AGEING_S = 4.0

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
+from services.scheduling.queue import RequestQueue
 from tests.examples import examples
 
 ANSWER_TOKENS, PROMPT_TOKENS = 64, 200
