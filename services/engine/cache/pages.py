@@ -1,4 +1,4 @@
-"""The bookkeeping of KV pages: who holds each, what it is found by, and which are free.
+"""The bookkeeping of KV pages: the holders of each, what it is found by, and which are free.
 
 Knows nothing of the memory of pages, of sequences, models or transfers. Everything here belongs to the engine thread,
 but for `PageAllocator.generations`; nothing locks.
