@@ -8,8 +8,8 @@ from enum import Enum, auto
 from planning.simulator.block_cache import LRU_LEAF_FIRST, Lease
 from planning.simulator.laws import StepLaw
 from services.scheduling.chunks import ChunkScheduler, more_steps_s
+from services.scheduling.entry import ServiceClass
 from services.scheduling.prediction import LinkSpeed
-from services.scheduling.queue import ServiceClass
 
 TANDEM, FCFS, WHOLE = "tandem", "fcfs", "whole"
 CHUNKINGS = (TANDEM, FCFS, WHOLE)
