@@ -29,10 +29,12 @@ COMMANDS = {
     "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
     "probe": (WATCH, "ask a process whether it lives or is ready, for a container's health"),
     "chat": (USE, "talk to a running cluster"),
+    "bench": (USE, "measure any OpenAI-compatible endpoint: time to first token, between tokens, goodput"),
     "models": (PREPARE, "list the models that were brought to this machine by name"),
     "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
     "replay": (PREPARE, "run a recorded workload through a simulated cluster"),
     "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),
+    "man": (PREPARE, "print the manual page"),
 }
 WORDS = {"help": "--help", "version": "--version"}
 """Flags that may be given as if they were commands."""
@@ -47,6 +49,7 @@ examples:
   tandem serve Qwen/Qwen3-0.6B --kv-memory 4GiB  a model of the Hugging Face hub, downloaded first
   tandem chat --message "Write a function that returns the length of a list."
   tandem status --json
+  tandem bench --rate 4 --prompt-tokens 200 --report bench.html
   tandem replay TRACE --prefill 8 --decode 8 --policy all
   source <(tandem completion bash)
 """

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker", "planning", "cli")
+PACKAGES = (
+    "services",
+    "kv_transfer",
+    "worker",
+    "gateway",
+    "prefill_worker",
+    "decode_worker",
+    "planning",
+    "cli",
+    "tandem",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 MAX_PARAMETERS, MAX_POSITIONAL = 6, 2
 MAX_CORE_FILES, MAX_CORE_LINES = 20, 8_000

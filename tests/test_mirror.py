@@ -13,6 +13,7 @@ TESTED_BY = {
     "cli/serve.py": "cli/test_commands.py",
     "cli/up_scopes.py": "cli/test_up.py",
     "services/engine/cache/store.py": "services/engine/cache/test_host_tier.py",
+    "cli/bench_load.py": "cli/test_bench.py",
     "services/engine/cpu/decoder.py": "services/engine/test_model.py",
     "services/engine/gpu/decoder.py": "services/engine/gpu/test_gpu_runner.py",
     "services/engine/gpu/graphs.py": "services/engine/gpu/test_gpu_runner.py",
@@ -72,6 +73,9 @@ TESTED_BY = {
     "planning/simulator/decode.py": "planning/simulator/test_cluster.py",
     "planning/simulator/jobs.py": "planning/simulator/test_cluster.py",
     "planning/simulator/prefill.py": "planning/simulator/test_cluster.py",
+    "tandem/engine.py": "tandem/test_llm.py",
+    "tandem/outputs.py": "tandem/test_llm.py",
+    "tandem/params.py": "tandem/test_llm.py",
 }
 """Modules that are tested along with others, and the file below tests/ that does it."""
 DATA = {

@@ -117,5 +117,5 @@ def test_nothing_else_is_in_it(whole):
     }
     assert {name for name in found if not name.endswith(".dist-info") and not name.startswith("__")} == {
         *("protos", "services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker"),
-        *("planning", "cli", "demo", "bin"),
+        *("planning", "cli", "demo", "tandem", "bin"),
     }

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cli.bench import BenchSettings  # noqa: E402
 from cli.chat import ChatSettings  # noqa: E402
 from cli.completion import CompletionSettings  # noqa: E402
 from cli.doctor import DoctorSettings  # noqa: E402
@@ -43,6 +44,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem status": StatusSettings,
     "tandem top": TopSettings,
     "tandem chat": ChatSettings,
+    "tandem bench": BenchSettings,
     "tandem doctor": DoctorSettings,
     "tandem probe": ProbeSettings,
     "tandem models": ModelsSettings,

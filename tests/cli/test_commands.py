@@ -50,6 +50,7 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "SECONDS",
         "TOKENS",
         "BYTES",
+        "MODEL",
         "URL",
         "FILE",
         "DIR",

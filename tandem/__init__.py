@@ -1,0 +1,7 @@
+"""The engine in a program of one's own, without a server: `LLM` and `AsyncLLM`, as vLLM's users know them."""
+
+from tandem.llm import LLM, AsyncLLM
+from tandem.outputs import CompletionOutput, RequestOutput
+from tandem.params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,263 @@
+"""`LLM` and `AsyncLLM`: prompts in, answers out, in this process. The second is the first one's inside."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from gateway.models.answer_text import AnswerText
+from gateway.models.model_files import read_model_files
+from gateway.models.tokenizer import ModelTokenizer
+from services.engine.steps.sequence import Sampling
+from services.engine.steps.step import NonFiniteLogits
+from services.hub.models import local_model
+from services.hub.source import model_source
+from services.runtime import extras
+from services.runtime.errors import InvalidRequest, ModelError, TandemError
+from tandem.engine import Listener, LocalEngine, worker_settings
+from tandem.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from tandem.params import SamplingParams
+from worker.engine import Advance
+
+Prompt = str | Sequence[int]
+"""A text, or the token ids of one."""
+Message = Mapping[str, Any]
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+IN_FLIGHT_PER_PLACE = 2
+"""Prompts that the engine knows of for each place in its batch; others of a long list wait outside of it."""
+
+T = TypeVar("T")
+
+
+class _Answer:
+    """One answer as its tokens come."""
+
+    def __init__(self, index: int, text: AnswerText, *, has_logprobs: bool) -> None:
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
+        self._decoded = text
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def push(self, advance: Advance) -> bool:
+        """Takes what a step brought; returns whether a text has ended the answer, which the engine does not know.
+
+        Raises ModelError for logits that are no numbers.
+        """
+        if isinstance(advance.outcome, NonFiniteLogits):
+            raise ModelError("the model's answer is not finite: its weights or its dtype do not fit")
+        for token in advance.tokens:
+            taken = self._decoded.push([token.token_id])
+            self.text += taken.text
+            if taken.num_tokens:
+                self.token_ids.append(token.token_id)
+                if self.logprobs is not None and token.logprob is not None:
+                    self.logprobs.append(TokenLogprob(token.token_id, token.logprob, dict(token.top)))
+            if taken.is_stopped:
+                self.finish_reason = "stop"
+                return advance.finish_reason is None
+        if advance.finish_reason is not None:
+            self.text += self._decoded.finish()
+            self.finish_reason = advance.finish_reason
+        return False
+
+    def output(self) -> CompletionOutput:
+        """The answer as it stands."""
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        return CompletionOutput(self.index, self.text, tuple(self.token_ids), self.finish_reason, logprobs)
+
+
+_News = asyncio.Queue[tuple[_Answer, Advance | TandemError]]
+
+
+class AsyncLLM:
+    """A model in this process, for programs with an event loop; all calls are made on the same one.
+
+    `model` is a checkpoint's folder or its name on the Hugging Face hub; the demo model if not given. `settings` are
+    those of a decode worker about computing: `AsyncLLM("org/model", kv_memory="4GiB", threads=4)`. Loading takes its
+    time in the constructor. Raises ModelError or ConfigError.
+    """
+
+    def __init__(self, model: str | Path | None = None, **settings: object) -> None:
+        extras.check("worker")
+        folder = local_model(model_source().parse(str(DEMO_MODEL if model is None else model)))
+        files = read_model_files(folder)
+        self.tokenizer = ModelTokenizer(files)
+        self._eos_token_ids = files.facts.eos_token_ids
+        self._engine = LocalEngine(worker_settings(str(folder), settings))
+        self._numbers = itertools.count(1)
+        self._places = asyncio.Semaphore(IN_FLIGHT_PER_PLACE * self._engine.max_batch)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the answers to a prompt as they grow; the last one is complete. Leaving early cancels the rest.
+
+        Raises InvalidRequest that names what is wrong, or WorkerUnavailable where the engine has ended.
+        """
+        token_ids = await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        name = request_id or f"request-{next(self._numbers)}"
+        async for answers in self._answers(token_ids, params or SamplingParams()):
+            yield RequestOutput(name, text, token_ids, tuple(answer.output() for answer in answers))
+
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the answers to a conversation, which the model's own template writes as a prompt."""
+        async for output in self.generate(await self.tokenizer.encode_chat(messages), params, request_id=request_id):
+            yield output
+
+    async def last(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """Returns the complete answers to a prompt."""
+        token_ids = await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        answers: Sequence[_Answer] = ()
+        async for grown in self._answers(token_ids, params or SamplingParams()):
+            answers = grown
+        text = prompt if isinstance(prompt, str) else None
+        outputs = tuple(answer.output() for answer in answers)
+        return RequestOutput(f"request-{next(self._numbers)}", text, token_ids, outputs)
+
+    def close(self) -> None:
+        """Ends what runs, and gives the model's memory back. May be called again."""
+        self._engine.close()
+
+    async def _answers(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Sequence[_Answer]]:
+        """The answers after each step that brought one of them something."""
+        loop, news = asyncio.get_running_loop(), _News()
+        samplings = list(params.answers(room_tokens=self._room(token_ids), eos_token_ids=self._eos_token_ids))
+        answers = [self._answer(index, sampling, params) for index, sampling in enumerate(samplings)]
+        async with self._places:
+            with ExitStack() as held:
+                for answer, sampling in zip(answers, samplings, strict=True):
+                    held.callback(self._engine.free, answer)
+                    self._engine.begin(answer, token_ids, sampling=sampling, listener=_sending(loop, news, answer))
+                while not all(answer.has_ended for answer in answers):
+                    answer, advance = await news.get()
+                    if isinstance(advance, TandemError):
+                        raise advance
+                    if answer.has_ended:  # by a text, which the engine has not heard yet
+                        continue
+                    if answer.push(advance):
+                        self._engine.free(answer)
+                    if advance.tokens:
+                        yield answers
+
+    def _answer(self, index: int, sampling: Sampling, params: SamplingParams) -> _Answer:
+        text = AnswerText(
+            self.tokenizer.detokenizer(),
+            stop_texts=params.stop_texts,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            min_tokens=params.min_tokens,
+        )
+        return _Answer(index, text, has_logprobs=params.logprobs is not None)
+
+    def _room(self, token_ids: Sequence[int]) -> int:
+        limit, vocabulary = self._engine.limits.max_sequence_tokens, self._engine.limits.vocab_size
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        if any(not 0 <= token_id < vocabulary for token_id in token_ids):
+            raise InvalidRequest(f"a prompt's token ids must be from 0 to {vocabulary - 1}", field="prompt")
+        if len(token_ids) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens and there is room for {limit - 1}", field="prompt"
+            )
+        return limit - len(token_ids)
+
+
+class LLM:
+    """A model in this process: `LLM("org/model").generate(["Hello"], SamplingParams(max_tokens=40))`.
+
+    Takes what AsyncLLM takes. Use it as a scope, or call `close`, to give the model's memory back.
+    """
+
+    def __init__(self, model: str | Path | None = None, **settings: object) -> None:
+        self._inside = AsyncLLM(model, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer and chat template."""
+        return self._inside.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Returns the answers to each prompt, in the prompts' order; `params` are one for all, or one for each.
+
+        Raises InvalidRequest that names what is wrong, or WorkerUnavailable where the engine has ended.
+        """
+        asked: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        if isinstance(params, Sequence):
+            if len(params) != len(asked):
+                raise InvalidRequest(f"{len(params)} params are given for {len(asked)} prompts", field="params")
+            each: Sequence[SamplingParams | None] = params
+        else:
+            each = [params] * len(asked)
+        return self._run(self._all([self._inside.last(*both) for both in zip(asked, each, strict=True)]))
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Returns the answers to a conversation, or to each of several."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        encode = self._inside.tokenizer.encode_chat
+        prompts = self._run(self._all([encode(conversation) for conversation in conversations]))
+        return self.generate(prompts, params)
+
+    def close(self) -> None:
+        """Ends what runs, and gives the model's memory back. May be called again."""
+        self._inside.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @staticmethod
+    async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Runs them beside each other; the first error cancels the others."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+        return [task.result() for task in tasks]
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+def _sending(loop: asyncio.AbstractEventLoop, news: _News, answer: _Answer) -> Listener:
+    """A listener that passes what it hears of an answer on to the event loop, unless that has ended."""
+
+    def send(heard: Advance | TandemError) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(news.put_nowait, (answer, heard))
+
+    return send
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))

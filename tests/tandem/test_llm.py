@@ -1,0 +1,139 @@
+"""The engine in a program of one's own: answers, streams, cancelling, mistakes, and the end."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from services.runtime.errors import ConfigError, InvalidRequest, WorkerUnavailable
+from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams
+from tandem.llm import DEMO_MODEL
+
+SETTINGS = {"kv_pages": 64, "threads": 1, "max_batch": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = ["def length(", "import os\n", "class Node:\n    def __init__(self, ", "for line in "]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO_MODEL, **SETTINGS) as running:
+        yield running
+
+
+def free_pages(running: LLM) -> int:
+    """The pages that nothing holds, as the engine thread counts them."""
+    engine = running._inside._engine
+    counts = engine._thread.submit(engine._parts.allocator.counts).result(10)
+    return counts.free + counts.cached
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_many_prompts_have_the_answers_that_each_has_alone(llm: LLM) -> None:
+    together = llm.generate(PROMPTS * 5, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert texts(together) == texts(alone) * 5
+    assert len(set(texts(alone))) == len(PROMPTS)
+    for output in together:
+        assert output.finished
+        (answer,) = output.outputs
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 12)
+        assert llm.tokenizer.decode(answer.token_ids) == answer.text
+    assert free_pages(llm) == 64
+
+
+def test_token_ids_may_be_given_in_place_of_text(llm: LLM) -> None:
+    by_text = llm.generate(PROMPTS[0], GREEDY)[0]
+    by_ids = llm.generate([by_text.prompt_token_ids], GREEDY)[0]
+    assert llm.generate(list(by_text.prompt_token_ids), GREEDY)[0].outputs == by_ids.outputs == by_text.outputs
+    assert (by_ids.prompt, by_text.prompt) == (None, PROMPTS[0])
+
+
+def test_a_seed_decides_every_one_of_several_answers(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=10)
+    first, second = (llm.generate(PROMPTS[0], params)[0] for _ in range(2))
+    assert first.outputs == second.outputs
+    assert len({answer.text for answer in first.outputs}) == 3
+    assert [answer.index for answer in first.outputs] == [0, 1, 2]
+
+
+def test_a_stop_text_ends_an_answer_before_it_and_frees_its_pages(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=1000, stop=stop))
+    assert output.outputs[0].text == whole[: whole.index(stop)]
+    assert output.outputs[0].finish_reason == "stop"
+    assert free_pages(llm) == 64
+
+
+def test_log_probabilities_are_of_the_chosen_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    (answer,) = llm.generate(PROMPTS[0], params)[0].outputs
+    assert answer.logprobs is not None
+    assert [each.token_id for each in answer.logprobs] == list(answer.token_ids)
+    assert all(max(each.top.values()) == each.logprob < 0 for each in answer.logprobs)
+    assert answer.cumulative_logprob == sum(each.logprob for each in answer.logprobs)
+
+
+def test_a_conversation_is_written_by_the_models_template(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "Write a function."}], GREEDY)
+    assert "Write a function." in llm.tokenizer.decode(output.prompt_token_ids)
+    two = llm.chat([[{"role": "user", "content": "Write a function."}]] * 2, GREEDY)
+    assert texts(two) == texts([output]) * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ("x", SamplingParams(temperature=9), "temperature"),
+        ("x", SamplingParams(n=0), "n is 0"),
+        ("x", SamplingParams(stop=""), "stop must"),
+        ([], SamplingParams(), "prompt is empty"),
+        ([[-1]], SamplingParams(), "token ids must be from 0"),
+        ([[5] * 3000], SamplingParams(), "there is room for"),
+        (["x", "y"], [SamplingParams()], "1 params are given for 2 prompts"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing(llm: LLM, prompt, params, said: str) -> None:
+    prompts = prompt if prompt else [[]]
+    with pytest.raises(InvalidRequest, match=said):
+        llm.generate(prompts, params)
+    assert free_pages(llm) == 64
+
+
+def test_a_setting_that_does_not_exist_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean kv_memory"):
+        LLM(kv_memry="1GiB")
+    with pytest.raises(ConfigError, match="--kv-pages is '0'"):
+        LLM(kv_pages=0)
+
+
+async def test_a_stream_grows_to_the_whole_and_ends_where_its_reader_leaves() -> None:
+    llm = AsyncLLM(**SETTINGS)
+    try:
+        seen = [output async for output in llm.generate(PROMPTS[0], GREEDY, request_id="mine")]
+        assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
+        assert {output.request_id for output in seen} == {"mine"}
+        assert all(
+            later.outputs[0].text.startswith(earlier.outputs[0].text) for earlier, later in itertools.pairwise(seen)
+        )
+        assert [output.finished for output in seen] == [False] * 11 + [True]
+        endless = llm.generate(PROMPTS[0], SamplingParams(ignore_eos=True, max_tokens=None))
+        async for _ in endless:
+            break
+        await endless.aclose()
+        both = await asyncio.gather(llm.last(PROMPTS[0], GREEDY), llm.last(PROMPTS[1], GREEDY))
+        assert both[0].outputs == seen[-1].outputs
+        counts = llm._engine._thread.submit(llm._engine._parts.allocator.counts).result(10)
+        assert counts.free + counts.cached == 64
+        running = asyncio.create_task(llm.last(PROMPTS[0], SamplingParams(ignore_eos=True, max_tokens=None)))
+        await asyncio.sleep(0.05)
+    finally:
+        await asyncio.to_thread(llm.close)
+    with pytest.raises(WorkerUnavailable):
+        await running
+    with pytest.raises(WorkerUnavailable):
+        await llm.last(PROMPTS[0], GREEDY)
