@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable
 from itertools import islice
 
-NUM_COUNTED = 7
+NUM_COUNTED = 4
 """The latest ratios of similar predictions that count, beside one of 1, which is believed until others agree."""
 SIMILAR = 2.5
 """Predictions that differ by less than this factor are similar."""
