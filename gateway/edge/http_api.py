@@ -18,6 +18,10 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.access.door import FrontDoor, OperatorsDoor
 from gateway.access.keys import ApiKey
+from gateway.anthropic.errors import error_body
+from gateway.anthropic.request import MessagesRequest
+from gateway.anthropic.request import own_words as anthropic_words
+from gateway.anthropic.writer import MessagesWriter
 from gateway.edge.events import events
 from gateway.edge.generate import Answers, Generator
 from gateway.edge.http_calls import ask_of, read_call, unknown_to_template
@@ -53,6 +57,9 @@ from services.runtime.errors import PermissionDenied, RequestCancelled, TandemEr
 API_PREFIX = "/v1/"
 API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
+
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Paths whose errors are Anthropic's."""
 
 Serve = Callable[[Exchange, ApiKey], Awaitable[None]]
 """Answers one request of a caller with this key."""
@@ -124,22 +131,31 @@ class HttpApi:
             "/v1/completions": partial(self._generate, body_type=CompletionRequest, writer_type=CompletionWriter),
             "/v1/chat/completions": partial(self._generate, body_type=ChatRequest, writer_type=ChatWriter),
             "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": tokenization.count_message,
             "/v1/responses/input_tokens": tokenization.count_input,
             "/v1/embeddings": tokenization.refuse_embeddings,
             "/tokenize": tokenization.tokenize,
             "/detokenize": tokenization.detokenize,
         }
-        return {path: self._endpoint(serve) for path, serve in served.items()}
+        return {path: self._endpoint(serve, is_anthropic=path in ANTHROPIC_PATHS) for path, serve in served.items()}
 
-    def _endpoint(self, serve: Serve) -> App:
+    def _endpoint(self, serve: Serve, *, is_anthropic: bool) -> App:
         # What `serve` returns is awaited where it is called: each coroutine around it would cost every request more.
         return Endpoint(
-            lambda exchange: serve(exchange, self._key_of(exchange.headers)), self._metrics, self._requests.log
+            lambda exchange: serve(exchange, self._key_of(exchange.headers)),
+            self._metrics,
+            self._requests.log,
+            write_error=error_body if is_anthropic else None,
         )
 
     def _key_of(self, headers: HeaderPairs) -> ApiKey:
         """Returns the key that a caller shows. Raises Unauthenticated."""
-        return self._door.authenticate(header_values(headers, b"authorization"))
+        shown = header_values(headers, b"authorization")
+        if not shown:
+            # As Anthropic's clients show it, and gateways of clouds.
+            shown = [f"Bearer {key}" for key in header_values(headers, b"x-api-key")]
+        return self._door.authenticate(shown)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns the answer to a caller that may not see a page; None if it may.
@@ -190,6 +206,10 @@ class HttpApi:
         with own_words():
             await self._generate(exchange, key, body_type=ResponsesRequest, writer_type=ResponsesWriter)
 
+    async def _messages(self, exchange: Exchange, key: ApiKey) -> None:
+        with anthropic_words():
+            await self._generate(exchange, key, body_type=MessagesRequest, writer_type=MessagesWriter)
+
     async def _generate(
         self, exchange: Exchange, key: ApiKey, *, body_type: type[RequestBody], writer_type: type[Writer]
     ) -> None:
@@ -206,7 +226,8 @@ class HttpApi:
 
             def note_taken(request_id: str, traceparent: str) -> None:
                 claim.release()
-                exchange.add_header(b"x-request-id", request_id)
+                for name in writer_type.id_headers:
+                    exchange.add_header(name, request_id)
                 exchange.add_trace(traceparent)
                 exchange.add_limits(call.ticket)
 

@@ -7,6 +7,9 @@ import msgspec
 
 from gateway.access.door import FrontDoor
 from gateway.access.keys import ApiKey
+from gateway.anthropic.answers import CountedTokens
+from gateway.anthropic.request import MessagesRequest
+from gateway.anthropic.request import own_words as anthropic_words
 from gateway.forms.tools import offered_tools
 from gateway.http.bodies import Bodies
 from gateway.http.exchange import Exchange
@@ -39,6 +42,18 @@ class Tokenization:
             token_ids = await self._encode_to_count(model, call.messages or (), call.tools, key.tenant)
         document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await exchange.answer(200, msgspec.json.encode(document))
+
+    async def count_message(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers how many tokens a conversation of Anthropic's API would have."""
+        with anthropic_words(), self._bodies.claim(key.tenant) as claim:
+            call = await self._bodies.read(
+                claim, exchange.read_body, lambda body: parse(body, MessagesRequest)[0].counted_call()
+            )
+            model = await self._let_in(exchange, key, call.model)
+            token_ids = await self._encode_to_count(
+                model, call.messages or (), call.tools, key.tenant, more=call.template_words
+            )
+        await exchange.answer(200, msgspec.json.encode(CountedTokens(input_tokens=len(token_ids))))
 
     async def tokenize(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers the token ids of a text, or of a conversation as an answer to it would be generated."""

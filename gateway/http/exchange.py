@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, MutableMapping, Set
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Set
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -48,6 +48,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HeaderPairs = list[tuple[bytes, bytes]]
+WriteError = Callable[[Mapping[str, Any], int], bytes]
+"""Makes the body of an answer from OpenAI's error object and the status."""
 
 
 class HttpRefusal(InvalidRequest):
@@ -272,10 +274,18 @@ class Exchange:
 
 
 class Endpoint:
-    """An ASGI endpoint that answers every error with OpenAI's object."""
+    """An ASGI endpoint that answers every error: with OpenAI's object, unless `write_error` makes another of it."""
 
-    def __init__(self, serve: Callable[[Exchange], Awaitable[None]], metrics: Metrics, log: RequestLog) -> None:
+    def __init__(
+        self,
+        serve: Callable[[Exchange], Awaitable[None]],
+        metrics: Metrics,
+        log: RequestLog,
+        *,
+        write_error: WriteError | None = None,
+    ) -> None:
         self._serve = serve
+        self._write_error = write_error or _openai_body
         self._metrics = metrics
         self._log = log
 
@@ -293,7 +303,9 @@ class Endpoint:
             if not exchange.has_started:
                 is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
                 headers = _error_headers(error, closes=is_unread)
-                await exchange.answer(_http_status(error), _error_body(error), headers, is_unread=is_unread)
+                http_status = _http_status(error)
+                body = self._write_error(status.openai_error(error), http_status)
+                await exchange.answer(http_status, body, headers, is_unread=is_unread)
 
 
 def check_json_type(content_type: str) -> None:
@@ -315,8 +327,8 @@ def _http_status(error: BaseException) -> int:
     return error.http_status if isinstance(error, HttpRefusal) else status.http_status(error)
 
 
-def _error_body(error: BaseException) -> bytes:
-    return msgspec.json.encode(status.openai_error(error))
+def _openai_body(openai_error: Mapping[str, Any], http_status: int) -> bytes:
+    return msgspec.json.encode(openai_error)
 
 
 def header_values(headers: HeaderPairs, name: bytes) -> list[str]:
@@ -344,4 +356,7 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
 def error_answer(error: Exception) -> Response:
     """Returns the answer to an error, for routes that are Starlette's."""
     headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
-    return Response(_error_body(error), _http_status(error), headers, media_type="application/json")
+    http_status = _http_status(error)
+    return Response(
+        _openai_body(status.openai_error(error), http_status), http_status, headers, media_type="application/json"
+    )

@@ -138,14 +138,14 @@ def _arguments(text: Any, name: str) -> dict[str, Any]:
         # Models and clients write nothing for a function without parameters.
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        value = _completed(text)
+        value = completed_object(text)
     if not isinstance(value, dict):
         refuse(name, "a text that holds a JSON object")
     json_text(value, name)
     return value
 
 
-def _completed(text: str) -> dict[str, Any] | None:
+def completed_object(text: str) -> dict[str, Any] | None:
     """Returns the object that begins like this, as far as its values are complete; None if no object does.
 
     An answer that `max_tokens` cut ends within a call, and comes back with the conversation.
@@ -234,3 +234,8 @@ def json_text(value: Any, name: str) -> str:
 def refuse(name: str, rule: str) -> Never:
     """Raises InvalidRequest for a member that does not keep to the rule, which continues "must be"."""
     raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")
+
+
+def unsupported(name: str, reason: str) -> InvalidRequest:
+    """Returns the error for a member that asks for what is not served."""
+    return InvalidRequest(f"{name} is not supported: {reason}", field=name, code="unsupported_parameter")

@@ -57,7 +57,7 @@ from services.runtime.sampling import member_values
 LEAST_TOP_P = 1e-6
 """The value that 0 stands for: the likeliest token alone is kept."""
 
-SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast", "standard_only")
 """The tiers that may be asked for; `default` is always served."""
 
 MODEL = said("A name or alias from `/v1/models`. Needed where several models are served.")

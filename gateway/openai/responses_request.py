@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from gateway.limits import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, check_affinity_key, check_text
-from gateway.models.conversation import check_conversation
+from gateway.models.conversation import check_conversation, refuse, unsupported
 from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
 from gateway.openai.requests import EffortOption, RequestBody
-from gateway.openai.responses_tools import chat_tools, fail, left_out, told_name, unsupported
+from gateway.openai.responses_tools import chat_tools, left_out, told_name
 from gateway.openai.shapes import UP_TO_THE_CONTEXT, list_of, said, synonym
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
@@ -213,7 +213,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
             # Every response says so, also one without tools.
             return None if choice == "auto" else choice
         if choice.get("type") != "function":
-            fail("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
+            refuse("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
         return {"type": "function", "function": {"name": told_name(choice.get("namespace"), choice.get("name"))}}
 
     def _check_unserved(self) -> None:
@@ -267,7 +267,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
         schema = {key: wanted[key] for key in ("name", "schema", "strict", "description") if key in wanted}
         description = schema.get("description")
         if not isinstance(description, str | None):
-            fail("text.format.description", "a text")
+            refuse("text.format.description", "a text")
         check_text(description or "", field_name="text.format.description")
         return {"type": "json_schema", "json_schema": schema}
 
@@ -301,7 +301,7 @@ class _Conversation:
     def add(self, item: Any, name: str) -> None:
         """Adds one item. Raises InvalidRequest that names it."""
         if not isinstance(item, dict):
-            fail(name, "an object")
+            refuse(name, "an object")
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
@@ -324,7 +324,7 @@ class _Conversation:
     def _add_message(self, item: Mapping[str, Any], name: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            fail(f"{name}.role", f"one of {', '.join(_ROLES)}")
+            refuse(f"{name}.role", f"one of {', '.join(_ROLES)}")
         content = _content(item.get("content"), f"{name}.content")
         if role != "assistant":
             self.say(role, content)
@@ -336,7 +336,7 @@ class _Conversation:
         """Adds reasoning, unless only its summary or its encrypted form came, which say nothing to a model."""
         parts = item.get("content") or []
         if not isinstance(parts, list):
-            fail(f"{name}.content", "a list of parts")
+            refuse(f"{name}.content", "a list of parts")
         texts = [_part_text(part, f"{name}.content[{n}]", ("reasoning_text",)) for n, part in enumerate(parts)]
         if texts:
             turn = self._turn_without("reasoning_content", "content", "tool_calls")
@@ -346,7 +346,7 @@ class _Conversation:
         call_id = item.get("call_id")
         namespace = item.get("namespace")
         if not isinstance(namespace, str | None):
-            fail(f"{name}.namespace", "a text")
+            refuse(f"{name}.namespace", "a text")
         function = {"name": told_name(namespace, item.get("name")), "arguments": item.get("arguments")}
         call = {"id": call_id, "type": "function", "function": function}
         if call_id is None:
@@ -363,7 +363,7 @@ class _Conversation:
     def _add_output(self, item: Mapping[str, Any], name: str) -> None:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or call_id not in self._call_ids:
-            fail(f"{name}.call_id", "the call_id of a function_call that comes before it")
+            refuse(f"{name}.call_id", "the call_id of a function_call that comes before it")
         self.say("tool", _content(item.get("output"), f"{name}.output"))
         self.messages[-1]["tool_call_id"] = call_id
 
@@ -381,7 +381,7 @@ def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
         check_text(content, field_name=name)
         return content
     if not isinstance(content, list) or not content:
-        fail(name, "a text or a list of text parts")
+        refuse(name, "a text or a list of text parts")
     texts = [_part_text(part, f"{name}[{number}]", _TEXT_PARTS) for number, part in enumerate(content)]
     return [{"type": "text", "text": text} for text in texts]
 
@@ -389,7 +389,7 @@ def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
 def _part_text(part: Any, name: str, kinds: Sequence[str]) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
     if not isinstance(text, str):
-        fail(name, f'{{"type": "{kinds[0]}", "text": …}}; this server takes text only')
+        refuse(name, f'{{"type": "{kinds[0]}", "text": …}}; this server takes text only')
     check_text(text, field_name=name)
     return text
 
@@ -405,7 +405,7 @@ def _about_call(error: InvalidRequest, name: str) -> InvalidRequest:
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        fail("metadata", f"an object with at most {MAX_METADATA} members")
+        refuse("metadata", f"an object with at most {MAX_METADATA} members")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             rule = f"{MAX_METADATA_KEY_CHARS} characters, their values at most {MAX_METADATA_VALUE_CHARS}"

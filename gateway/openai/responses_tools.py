@@ -5,10 +5,9 @@ that only OpenAI's servers run are left out, and the answer's headers say so. Pu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
-from gateway.models.conversation import check_function_name
-from services.runtime.errors import InvalidRequest
+from gateway.models.conversation import check_function_name, refuse, unsupported
 
 LEFT_OUT = frozenset(
     {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"}
@@ -54,7 +53,7 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, tool in enumerate(tools):
         name = f"tools[{number}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            fail(name, '{"type": "function", "name": …, "parameters": …}')
+            refuse(name, '{"type": "function", "name": …, "parameters": …}')
         if tool["type"] == "namespace":
             yield from _functions_of_namespace(tool, name)
         elif tool["type"] not in LEFT_OUT:
@@ -65,7 +64,7 @@ def _functions_of_namespace(tool: Mapping[str, Any], name: str) -> Iterator[tupl
     check_function_name(tool.get("name"), f"{name}.name")
     inner = tool.get("tools")
     if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-        fail(f"{name}.tools", "a list of functions")
+        refuse(f"{name}.tools", "a list of functions")
     for number, each in enumerate(inner):
         yield tool["name"], _function(each, f"{name}.tools[{number}]")
 
@@ -74,15 +73,5 @@ def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unsupported(f"{name}.type", "this server knows functions alone, which the client runs")
     if not isinstance(tool.get("strict"), bool | None):
-        fail(f"{name}.strict", "true or false")
+        refuse(f"{name}.strict", "true or false")
     return {key: tool[key] for key in _MEMBERS if key in tool}
-
-
-def unsupported(name: str, reason: str) -> InvalidRequest:
-    """Returns the error for a member that asks for what is not served."""
-    return InvalidRequest(f"{name} is not supported: {reason}", field=name, code="unsupported_parameter")
-
-
-def fail(name: str, rule: str) -> Never:
-    """Raises InvalidRequest for a member that does not keep to the rule."""
-    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")

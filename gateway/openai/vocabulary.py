@@ -173,10 +173,17 @@ _BODY: Mapping[str, Word] = {
     # Anthropic's, and those of several that have no other home
     "anthropic_version": Harmless("this is no version of that API"),
     "betas": Harmless("this is no version of that API"),
+    "cache_control": Harmless("prompts are cached whatever it says"),
     "container": Refused("this server runs no tools"),
+    "context_management": Harmless("the conversation is used as it was sent"),
+    "diagnostics": Harmless("nothing is told of caches but how much was found"),
+    "inference_geo": Harmless("requests run where this server is"),
     "enable_thinking": Refused("use /v1/chat/completions"),
     "mcp_servers": Refused("this server runs no tools", ([],)),
     "output_config": Refused(_USE_FORMAT, ({},)),
+    "speed": Harmless("there is one speed"),
+    "user_profile_id": Harmless("nobody is told of it"),
+    "workspace_id": Harmless("keys say which tenant a request is of"),
     "output_format": Refused(_USE_FORMAT),
     "reasoning": Refused("use /v1/chat/completions", ({}, {"effort": "none"})),
     "system": Refused('use a message with the role "system"', ("", [])),
@@ -267,10 +274,10 @@ def ignored_members(members: Mapping[str, Any], fields: tuple[str, ...]) -> list
     ignored: list[str] = []
     if not members.keys() <= known:
         ignored += _ignored_in("", {name: value for name, value in members.items() if name not in known})
-    for name in _WITH_INNER & members.keys() & known:
+    places = _places_of(known)
+    for name in places.keys() & members.keys() & known:
         value = members[name]
-        has_own = name == "tools" and "input" in known
-        _look_into(_OWN_TOOLS if has_own else _PLACES[name], [value] if isinstance(value, dict) else value, ignored)
+        _look_into(places[name], [value] if isinstance(value, dict) else value, ignored)
     if not ignored:
         return ignored
     shown = dict.fromkeys(name for name in ignored if _FIELD_NAME.fullmatch(name))
@@ -280,6 +287,12 @@ def ignored_members(members: Mapping[str, Any], fields: tuple[str, ...]) -> list
 @functools.cache
 def _known(fields: tuple[str, ...]) -> frozenset[str]:
     return frozenset(fields)
+
+
+@functools.cache
+def _places_of(fields: frozenset[str]) -> Mapping[str, "_Place"]:
+    """Returns the objects without a type in a body with these fields, which tell whose API it is of."""
+    return {**_PLACES, **(_OF_MESSAGES if "output_config" in fields else _OF_RESPONSES if "input" in fields else {})}
 
 
 def _look_into(place: "_Place", values: Any, ignored: list[str]) -> None:
@@ -336,5 +349,20 @@ def _place(name: str) -> _Place:
 
 _PLACES = {name: _place(name) for name in _WITH_INNER}
 _OWN_TOOL = frozenset({"type", "name", "description", "parameters", "strict"})
-_OWN_TOOLS = _Place("tools", _OWN_TOOL | {"tools"}, (("tools", _Place("tools.tools", _OWN_TOOL)),))
-"""The members of tools on /v1/responses."""
+_OF_RESPONSES = {"tools": _Place("tools", _OWN_TOOL | {"tools"}, (("tools", _Place("tools.tools", _OWN_TOOL)),))}
+"""Objects of /v1/responses that have members of their own."""
+_BLOCK = frozenset(
+    {"type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id", "content", "source"}
+)
+_BLOCKS = _Place("messages.content", _BLOCK, (("content", _Place("messages.content", _BLOCK)),))
+_OF_MESSAGES = {
+    "messages": _Place("messages", frozenset({"role", "content"}), (("content", _BLOCKS),)),
+    "system": _Place("messages.content", _BLOCK),
+    "tools": _Place("tools", frozenset({"type", "name", "description", "input_schema", "strict"})),
+    "tool_choice": _Place("tool_choice", frozenset({"type", "name", "disable_parallel_tool_use"})),
+    "thinking": _Place("thinking", frozenset({"type", "budget_tokens"})),
+    "output_config": _Place("output_config", frozenset({"effort", "format"})),
+    "output_format": _Place("output_format", frozenset({"type", "schema", "name", "strict"})),
+    "metadata": _Place("metadata", frozenset({"user_id"})),
+}
+"""Objects of /v1/messages, where `output_config.format` is what `output_format` is."""

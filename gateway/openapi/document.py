@@ -13,7 +13,6 @@ import msgspec
 
 from gateway.openai.requests import StreamOptions
 from gateway.openai.shapes import ABSENT, NULL, REF, SAMPLING, SHARED, Schema
-from gateway.openapi import answers
 from gateway.openapi.operations import (
     ALWAYS_SENT,
     ANSWER_HEADERS,
@@ -57,7 +56,7 @@ def document(*, asks_for_keys: bool) -> dict[str, Any]:
 def schemas() -> dict[str, Schema]:
     """Returns the schema of each type, by name."""
     requests: list[Any] = [StreamOptions, *(each.body for each in OPERATIONS if isinstance(each.body, type))]
-    answered: list[Any] = [answers.Error]
+    answered: list[Any] = [each.error for each in OPERATIONS]
     for each in OPERATIONS:
         kinds = (each.answer, each.events, *(other for _, other in each.others))
         answered += [kind for kind in kinds if isinstance(kind, type)]
@@ -123,7 +122,7 @@ def _described(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
-    error = {JSON: {"schema": _schema_of(answers.Error)}}
+    error = {JSON: {"schema": _schema_of(operation.error)}}
     described = {status: _answer(status, error, operation.answer_headers) for status in operation.errors}
     for status, kind in operation.others:
         described[status] = {"description": STATUSES[status], "content": {JSON: {"schema": _schema_of(kind)}}}
@@ -135,7 +134,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     else:
         content[JSON] = {"schema": _schema_of(operation.answer)}
     if operation.events is not None:
-        content[EVENTS] = {"schema": _event(operation.events)}
+        content[EVENTS] = {"schema": _event(operation.events, operation.error)}
     described[200] = _answer(200, content, operation.answer_headers)
     return described
 
@@ -147,9 +146,9 @@ def _whatever(media_type: str) -> Schema:
     return {"type": "object" if media_type == JSON else "string"}
 
 
-def _event(kind: type[msgspec.Struct]) -> Schema:
+def _event(kind: type[msgspec.Struct], error: type[msgspec.Struct]) -> Schema:
     """Returns the schema of a server-sent event, which stands for a stream of them before OpenAPI 3.2."""
-    payload = {"anyOf": [_schema_of(kind), _schema_of(answers.Error)]}
+    payload = {"anyOf": [_schema_of(kind), _schema_of(error)]}
     return {
         "type": "object",
         "description": "A server-sent event. The last one is [DONE], or an error, where the answer failed after it had "

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from gateway.anthropic.answers import CountedTokens, Message, MessageError, MessageEvent
+from gateway.anthropic.request import MessagesRequest
 from gateway.batches.batches_api import CreateBatch
 from gateway.limits import (
     MAX_AFFINITY_CHARS,
@@ -155,6 +157,8 @@ class Operation:
     answer_headers: tuple[str, ...] = ()
     path_field: str = "Its id."
     query: tuple[tuple[str, str, Schema], ...] = ()
+    error: type[msgspec.Struct] = answers.Error
+    """The object of its errors."""
     needs_key: bool = True
     needs_admin: bool = False
 
@@ -243,6 +247,23 @@ OPERATIONS: tuple[Operation, ...] = (
         "Counts the tokens of a response's input; members that do not change the number are ignored.",
         body=CountedInput,
         answer=answers.InputTokens,
+    ),
+    _generation(
+        "POST /v1/messages",
+        "createMessage",
+        "Answers a conversation in the words of Anthropic's API.",
+        body=MessagesRequest,
+        answer=Message,
+        events=MessageEvent,
+        error=MessageError,
+    ),
+    _counting(
+        "POST /v1/messages/count_tokens",
+        "countMessageTokens",
+        "Counts the tokens of such a conversation.",
+        body=MessagesRequest,
+        answer=CountedTokens,
+        error=MessageError,
     ),
     *(
         Operation(
