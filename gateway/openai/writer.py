@@ -66,7 +66,7 @@ class Writer(ABC):
     """Whether `usage_chunk` comes before the end."""
     is_usage_continuous = False
     """Whether each event tells the usage so far."""
-    id_headers = (b"x-request-id",)
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """The headers that tell the request's id."""
     keep_alive = b": keep-alive\n\n"
     """What keeps a stream alive in which nothing happens; clients pass over it."""
