@@ -23,7 +23,7 @@ from gateway.forms.answer_forms import AnswerForms
 from gateway.http.bodies import Bodies
 from gateway.http.browsers import BrowserGuard, Hosts
 from gateway.http.connections import MAX_CONNECTIONS
-from gateway.http.exchange import App
+from gateway.http.exchange import App, StreamPace
 from gateway.http.metrics import HttpUse
 from gateway.http.server import HttpServer
 from gateway.limits import MAX_BODY_BYTES
@@ -246,10 +246,11 @@ class Gateway:
 
     def _make_http_server(self, files: FileStore) -> HttpServer:
         config, batches = self._config, self.batches
+        pace = StreamPace(config.stream_head_s, config.stream_comment_s)
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
         batch_routes = BatchesApi(batches.store, files, bodies=self._bodies, on_change=batches.poke).routes()
         return HttpServer(
-            self._guarded(self.api.app([*file_routes, *batch_routes]), bound_to=config.http_host),
+            self._guarded(self.api.app([*file_routes, *batch_routes], pace=pace), bound_to=config.http_host),
             identity=rpc.identity(),
             max_connections=min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // HTTP_PART),
         )

@@ -299,6 +299,17 @@ class GatewayConfig:
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
+    stream_head_s: float = option(
+        number(0, 3600),
+        default=2.0,
+        help="Seconds without a first token after which a stream of events begins all the same; an error after that is "
+        "an event, and has no status of its own.",
+    )
+    stream_comment_s: float = option(
+        number(0.05, 3600),
+        default=15.0,
+        help="Seconds of silence after which a stream of events gets a comment, which proxies count as life.",
+    )
     reflection: bool = option(
         flag(), default=True, help="Serve gRPC reflection; it needs a key where --api-keys is given."
     )

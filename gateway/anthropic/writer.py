@@ -18,8 +18,8 @@ from gateway.models.answer_pieces import Arguments, CallStart, Piece, Reasoning
 from gateway.models.conversation import completed_object
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.named.journal import event_id_error
-from gateway.openai.writer import Head, Whole, Writer, encode
-from gateway.types import Delta, FinishReason, TokenLogprobs, Usage
+from gateway.openai.writer import Head, PartsWriter, Whole, encode
+from gateway.types import FinishReason, TokenLogprobs, Usage
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
 
@@ -52,7 +52,7 @@ def _thoughts(text: str) -> dict[str, Any]:
     return {"type": THINKING, "thinking": text, "signature": ""}
 
 
-class MessagesWriter(Writer):
+class MessagesWriter(PartsWriter):
     """Writes /v1/messages. Each request has one answer."""
 
     object_name = "message"
@@ -98,32 +98,15 @@ class MessagesWriter(Writer):
     def whole(self, answers: Sequence[Whole]) -> bytes:
         """Returns the body of an answer that is not streamed."""
         (answer,) = answers
-        self._read(answer.token_ids, answer.text)
+        self._read(answer.token_ids, answer.text, answer.logprobs)
         self._finish()
         reason, stop_text = self._stop_reason(answer.finish_reason)
         return encode(self._message(self._usage(answer.usage), reason, stop_text))
-
-    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Reads the text, as what is found next depends on all of it."""
-        self._read(token_ids, text)
 
     def opening(self, index: int) -> bytes:
         """Returns the event that announces the message."""
         usage = MessageUsage(input_tokens=self._num_prompt_tokens, output_tokens=0)
         self._event("message_start", message=self._message(usage, None, None))
-        return self._written()
-
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """Returns all events that follow from a delta."""
-        self._read(delta.token_ids, delta.text)
-        if delta.finish_reason is not None:
-            assert usage is not None
-            self._finish()
-            reason, stop_text = self._stop_reason(delta.finish_reason)
-            shown = self._usage(usage)
-            shown.service_tier = msgspec.UNSET
-            self._event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop_text}, usage=shown)
-            self._event("message_stop")
         return self._written()
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
@@ -134,7 +117,7 @@ class MessagesWriter(Writer):
         """Returns the event with the error."""
         return b"event: error\ndata: %b\n\n" % error_event(error_object)
 
-    def _read(self, token_ids: Sequence[int], text: str) -> None:
+    def _read(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         if self._reasoning is not None:
             self._reasoning.push(token_ids)
         if self._whole_text is not None:
@@ -176,6 +159,14 @@ class MessagesWriter(Writer):
         if not self._blocks:
             self._begin(Block(kind=TEXT))
         self._close()
+
+    def _end(self, finish_reason: FinishReason, usage: Usage) -> None:
+        self._finish()
+        reason, stop_text = self._stop_reason(finish_reason)
+        shown = self._usage(usage)
+        shown.service_tier = msgspec.UNSET
+        self._event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop_text}, usage=shown)
+        self._event("message_stop")
 
     def _stop_reason(self, finish_reason: FinishReason) -> tuple[StopReason, str | None]:
         """Returns why the answer ended, and the stop text that ended it."""

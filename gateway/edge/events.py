@@ -4,7 +4,7 @@ With its id where the request has a name: the connection may break between any t
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 
 from gateway.edge.generate import Answers
 from gateway.http.exchange import Exchange
@@ -13,8 +13,13 @@ from gateway.requests.call import AnswerSpec
 from gateway.types import Delta, Usage
 
 
-async def events(exchange: Exchange, answers: Answers, writer: Writer) -> AsyncGenerator[bytes, None]:
-    """Yields the events that the client does not have, but for those that could be sent at once; some are empty."""
+async def events(
+    exchange: Exchange, answers: Answers, writer: Writer, *, opened: Container[int] = ()
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events that the client does not have, but for those that could be sent at once; some are empty.
+
+    `opened` are the answers whose openings are sent already.
+    """
     tally = _UsageTally(answers.specs, is_continuous=writer.is_usage_continuous)
     begun: set[int] = set()
     before = answers.start_id
@@ -41,7 +46,7 @@ async def events(exchange: Exchange, answers: Answers, writer: Writer) -> AsyncG
                 if not part.is_first:
                     # A last part comes alone where the client has all of the text, or none was held back.
                     catch_up(choice, delta.first_index, has_all=delta.finish_reason is not None)
-            opening = writer.opening(choice) if part.is_first else b""
+            opening = writer.opening(choice) if part.is_first and choice not in opened else b""
             if opening and part.event_id:
                 opening = writer.with_ids(opening, before=before, after=part.opening_id)
             event = writer.chunk(choice, delta, tally.take(choice, delta))

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from gateway.access.door import FrontDoor, OperatorsDoor
 from gateway.access.keys import ApiKey
@@ -36,6 +36,7 @@ from gateway.http.exchange import (
     Receive,
     Scope,
     Send,
+    StreamPace,
     error_answer,
     header_values,
     note_error,
@@ -65,6 +66,9 @@ Serve = Callable[[Exchange, ApiKey], Awaitable[None]]
 """Answers one request of a caller with this key."""
 
 
+_USUAL_PACE = StreamPace()
+
+
 class HttpApi:
     """All routes of the API, and those of the operators' pages, at its own address or at theirs."""
 
@@ -85,13 +89,15 @@ class HttpApi:
         self._pages = pages
         self._api_pages = ApiPages(requests, door)
         self._generator = Generator(requests, journals, door)
+        self._pace = _USUAL_PACE
         self._fingerprints: dict[str, str] = {}
         """System fingerprints by the names of models."""
         self.routes: list[BaseRoute] = []
         """What `app` serves; it fills them in."""
 
-    def app(self, more_routes: Sequence[BaseRoute] = ()) -> App:
+    def app(self, more_routes: Sequence[BaseRoute] = (), *, pace: StreamPace = _USUAL_PACE) -> App:
         """Returns the ASGI application, for `gateway.http.server`. `more_routes` ask for a key like the others."""
+        self._pace = pace
         fast = self._fast_routes()
         routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
@@ -160,21 +166,24 @@ class HttpApi:
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns the answer to a caller that may not see a page; None if it may.
 
-        Probes need no key and the API one of any kind. All else needs an admin's, also what is added later and what
-        does not exist.
+        Probes need no key and the API one of any kind, and so does what does not exist. All else needs an admin's, also
+        what is added later.
         """
         path: str = scope["path"]
         if self._pages.is_open(path):
             return None
         try:
             key = self._key_of(scope["headers"])
-            if not path.startswith(API_PREFIX) and path not in API_PATHS:
+            if not path.startswith(API_PREFIX) and path not in API_PATHS and self._exists(scope):
                 self._door.check_admin(key)
         except (Unauthenticated, PermissionDenied) as error:
             self._metrics.note_refusal(note_error(error))
             return error_answer(error)
         scope["state"] = {**scope.get("state", {}), "key": key}
         return None
+
+    def _exists(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in self.routes)
 
     def _starlette(self, routes: Sequence[BaseRoute]) -> Starlette:
         # Starlette answers the errors of its routes with these, and logs those that are faults of this program.
@@ -199,7 +208,12 @@ class HttpApi:
         name = HTTPStatus(error.status_code).name.lower()
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         self._metrics.note_refusal(name)
-        detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
+        message = f"{error.detail}: {request.url.path[:200]}"
+        if any(
+            route.path == API_PREFIX + request.url.path.strip("/") for route in self.routes if isinstance(route, Route)
+        ):
+            message += f"; it is below {API_PREFIX}"
+        detail = {"message": message, "type": kind, "param": None, "code": name}
         return json_response({"error": detail}, http_status=error.status_code, headers=error.headers)
 
     async def _responses(self, exchange: Exchange, key: ApiKey) -> None:
@@ -267,11 +281,21 @@ class HttpApi:
 
     async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""
+        opened: set[int] = set()
+
+        def first_event() -> bytes:
+            """Returns what a client gets that has waited for long: a first event, where it is the same for all."""
+            if answers.start_id:
+                return writer.keep_alive
+            opened.add(0)
+            return writer.opening(0) or writer.keep_alive
+
         try:
-            async with contextlib.aclosing(events(exchange, answers, writer)) as sent:
-                async for event in sent:
-                    if event:
-                        await exchange.send_event(event)
+            with exchange.kept_alive(self._pace, first=first_event, comment=writer.keep_alive):
+                async with contextlib.aclosing(events(exchange, answers, writer, opened=opened)) as sent:
+                    async for event in sent:
+                        if event:
+                            await exchange.send_event(event)
         except Exception as error:
             if not exchange.has_started:
                 raise

@@ -44,8 +44,10 @@ class Connection:
 
     def write_chunk(self, data: bytes) -> None:
         """Writes a piece of an answer whose head was sent and whose length was not told."""
-        assert self._protocol is not None
-        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        protocol = self._protocol
+        assert protocol is not None
+        chunk = b"%x\r\n%b\r\n" % (len(data), data) if protocol.cycle.chunked_encoding else data
+        protocol.transport.write(chunk)
 
     def lose(self) -> None:
         """Notes that the client has left, or gets no further answer; the request lets go of the connection."""

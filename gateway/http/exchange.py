@@ -8,7 +8,8 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Set
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,16 @@ class HttpRefusal(InvalidRequest):
         self.http_status = http_status
 
 
+@dataclass(frozen=True, slots=True)
+class StreamPace:
+    """When a stream of events shows that it is alive, in seconds of silence."""
+
+    head_after_s: float = 2.0
+    """Time until its head leaves, though no event is there; an error before that still has a status of its own."""
+    comment_every_s: float = 15.0
+    """Time between two signs of life."""
+
+
 class Exchange:
     """One request and its answer, on ASGI itself: this path is the one that every token takes."""
 
@@ -76,6 +87,8 @@ class Exchange:
         self._send = send
         self._answer_headers: HeaderPairs = []
         self._sending_since_s: float | None = None
+        self._num_events = 0
+        self._heart: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._answered_by: asyncio.Task[Any] | None = None
         """The task that a lost client ends."""
@@ -184,6 +197,7 @@ class Exchange:
                 *self._answer_headers,
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._num_events += 1
         self._sending_since_s = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         self._sending_since_s = None
@@ -194,7 +208,37 @@ class Exchange:
 
     def send_event_now(self, event: bytes) -> None:
         """Sends server-sent events without waiting for anything."""
+        self._num_events += 1
         self._connection.write_chunk(event)
+
+    @contextlib.contextmanager
+    def kept_alive(self, pace: StreamPace, *, first: Callable[[], bytes], comment: bytes) -> Iterator[None]:
+        """Sends `first()` if no event has been sent after a while, and `comment` whenever none has for long."""
+        self._heart = asyncio.get_running_loop().call_later(pace.head_after_s, self._beat, pace, first, comment, 0)
+        try:
+            yield
+        finally:
+            self._heart.cancel()
+
+    def _beat(self, pace: StreamPace, first: Callable[[], bytes], comment: bytes, num_before: int) -> None:
+        """Looks whether anything was sent since the last time, when the client had `num_before` events."""
+        is_silent = self._num_events == num_before and self._connection.can_write()
+        loop = asyncio.get_running_loop()
+        if is_silent and self.has_started:
+            self.send_event_now(comment)
+        elif is_silent:
+            self._send_at_once(first())
+        self._heart = loop.call_later(pace.comment_every_s, self._beat, pace, first, comment, self._num_events)
+
+    def _send_at_once(self, event: bytes) -> None:
+        """Sends what begins an answer: no other event may come before it, and none was written that could wait."""
+        sending = self.send_event(event)
+        try:
+            sending.send(None)
+        except StopIteration:
+            return
+        sending.close()
+        raise RuntimeError("a client that takes what it gets made its server wait")
 
     async def end_events(self) -> None:
         """Ends a stream of events."""

@@ -8,7 +8,7 @@ import asyncio
 import urllib.parse
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import httptools
 import msgspec
@@ -22,10 +22,19 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from gateway.http.connections import EXTENSION, Connection, Connections
 from gateway.http.reading_turns import Flow
+from gateway.http.refusals import (
+    LARGE_HEAD,
+    MANY_CONNECTIONS,
+    MANY_HEADERS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MUCH_FRAMING,
+    NO_ROOM,
+    NOT_HTTP,
+    OTHER_VERSION,
+    Refusal,
+)
 
-MAX_HEAD_BYTES = 16 * 1024
-"""The most for request line and headers together."""
-MAX_HEADERS = 100
 MAX_FRAMING_BYTES = 16 * 1024
 """The most for sizes and extensions of chunks, and trailers, of one body, beyond what its chunks may need."""
 FRAMING_BYTES_PER_BODY_BYTE = 8
@@ -44,26 +53,6 @@ _CHUNKS_END = b"\r\n0\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 """Methods of which no route reads a body: what comes is dropped."""
-
-
-class Refusal(NamedTuple):
-    """An answer to what is no request of ours. `status` 503 asks the client to come again."""
-
-    status: int
-    message: str
-    code: str
-    kind: str = "invalid_request_error"
-
-
-NOT_HTTP = Refusal(400, "the request is not valid HTTP", "invalid_http")
-LARGE_HEAD = Refusal(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes", "request_head_too_large")
-MANY_HEADERS = Refusal(431, f"the request has more than {MAX_HEADERS} headers", "request_head_too_large")
-MUCH_FRAMING = Refusal(400, "the body has too many bytes in chunk sizes, chunk extensions and trailers", "invalid_http")
-NO_ROOM = Refusal(
-    503, "the bodies of requests that are being sent take all the memory that they may", "server_overloaded",
-    kind="overloaded_error",
-)  # fmt: skip
-MANY_CONNECTIONS = Refusal(503, "too many connections", "server_overloaded", kind="overloaded_error")
 
 
 class _RefusedError(Exception):
@@ -262,6 +251,8 @@ class HttpProtocol(HttpToolsProtocol):
         scope = self.scope
         scope["method"] = method
         http_version = parser.get_http_version()
+        if http_version not in ("1.1", "1.0"):
+            raise self._refused(OTHER_VERSION)
         if http_version != "1.1":
             scope["http_version"] = http_version
         url = httptools.parse_url(self.url)
@@ -426,6 +417,8 @@ class _Cycle(RequestResponseCycle):
     unread: Any
     is_wanted = False
     """Whether the application has asked for the body."""
+    has_length = True
+    """Whether the client knows where the body ends before the connection does."""
     _head = b""
     """The head of the answer until it is sent with the first piece of the body: two writes are two packets."""
 
@@ -446,7 +439,7 @@ class _Cycle(RequestResponseCycle):
             body, self.expected_content_length = b"", 0
         elif self.chunked_encoding:
             body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more_body else _LAST_CHUNK)
-        else:
+        elif self.has_length:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0 or (self.expected_content_length and not more_body):
                 raise RuntimeError("the body of the answer has another length than its head says")
@@ -474,8 +467,11 @@ class _Cycle(RequestResponseCycle):
         if not (self.keep_alive or closes):
             parts.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
-            self.chunked_encoding = True
-            parts.append(b"transfer-encoding: chunked\r\n")
+            # HTTP/1.0 has no chunks: there the end of the connection is the end of the body.
+            self.chunked_encoding = self.scope["http_version"] != "1.0"
+            self.has_length = self.chunked_encoding
+            if self.chunked_encoding:
+                parts.append(b"transfer-encoding: chunked\r\n")
         parts.append(b"\r\n")
         return b"".join(parts)
 

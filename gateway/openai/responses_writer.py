@@ -27,8 +27,8 @@ from gateway.openai.answers import (
 )
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
 from gateway.openai.responses_tools import own_names
-from gateway.openai.writer import Head, Whole, Writer, shown_logprobs
-from gateway.types import Delta, TokenLogprobs, Usage
+from gateway.openai.writer import Head, PartsWriter, Whole, shown_logprobs
+from gateway.types import FinishReason, TokenLogprobs, Usage
 
 _MARK = re.compile(r"(.*);(0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})")
 """The id of an event: the journal's, the event's number, and its place."""
@@ -81,7 +81,7 @@ class Item(msgspec.Struct, kw_only=True):
         return {**document, "role": "assistant", "content": content}
 
 
-class ResponsesWriter(Writer):
+class ResponsesWriter(PartsWriter):
     """Writes /v1/responses. Each request has one answer.
 
     Events are numbered without gaps in each client's stream. An event's place counts the events before it, a delta as
@@ -143,25 +143,11 @@ class ResponsesWriter(Writer):
         self._finish(answer.finish_reason)
         return _encode(self._ended(answer.finish_reason, answer.usage))
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Reads the text, as what is found next depends on all of it; the client has all of its events."""
-        self._read(token_ids, text, logprobs)
-
     def opening(self, index: int) -> bytes:
         """Returns the events that announce the response."""
         self._place = -1
         for kind in ("created", "in_progress"):
             self._event(f"response.{kind}", response=self._document("in_progress"))
-        return self._written()
-
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """Returns all events that follow from a delta."""
-        self._read(delta.token_ids, delta.text, delta.logprobs)
-        if delta.finish_reason is not None:
-            assert usage is not None
-            self._finish(delta.finish_reason)
-            response = self._ended(delta.finish_reason, usage)
-            self._event(f"response.{response.status}", response=response)
         return self._written()
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
@@ -246,6 +232,11 @@ class ResponsesWriter(Writer):
             self._event("response.content_part.done", **at, part=item.part())
         item.status = "incomplete" if is_cut else "completed"
         self._event("response.output_item.done", output_index=item.index, item=item.document())
+
+    def _end(self, finish_reason: FinishReason, usage: Usage) -> None:
+        self._finish(finish_reason)
+        response = self._ended(finish_reason, usage)
+        self._event(f"response.{response.status}", response=response)
 
     def _finish(self, finish_reason: str) -> None:
         """Ends the answer; one without any text is an empty message."""

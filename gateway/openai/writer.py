@@ -121,6 +121,31 @@ class Writer(ABC):
         return b"data: " + encode(error_object) + b"\n\n"
 
 
+class PartsWriter(Writer):
+    """Writes one answer as parts that are found in its text; what is written waits for `_written`."""
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Reads the text, as what is found next depends on all of it."""
+        self._read(token_ids, text, logprobs)
+
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """Returns all events that follow from a delta."""
+        self._read(delta.token_ids, delta.text, delta.logprobs)
+        if delta.finish_reason is not None:
+            assert usage is not None
+            self._end(delta.finish_reason, usage)
+        return self._written()
+
+    @abstractmethod
+    def _read(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None: ...
+
+    @abstractmethod
+    def _end(self, finish_reason: FinishReason, usage: Usage) -> None: ...
+
+    @abstractmethod
+    def _written(self) -> bytes: ...
+
+
 class ChoicesWriter(Writer):
     """Writes answers as a list of choices. What all chunks of a stream share is encoded once."""
 

@@ -24,7 +24,7 @@ PAGES = [
     *(("/metrics", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
     *(("/metrics/targets", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
     *(("/cluster", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
-    *(("/nothing", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 404))),
+    *(("/nothing", key, status) for key, status in (("nobody", 401), ("a user", 404), ("an admin", 404))),
     *(("/v1/nothing", key, status) for key, status in (("nobody", 401), ("a user", 404))),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.http.bodies import Bodies
 from gateway.http.connections import connection_of, in_process_scope
-from gateway.http.exchange import Endpoint, Exchange, HttpRefusal
+from gateway.http.exchange import Endpoint, Exchange, HttpRefusal, StreamPace
 from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import InvalidRequest, RateLimited, RequestCancelled, Unauthenticated
 
@@ -160,3 +160,11 @@ async def test_a_client_that_takes_nothing_and_then_leaves_is_lost_once():
     may_end.set()
     with pytest.raises(RequestCancelled):
         await serving
+
+
+async def test_signs_of_life_come_only_in_silence():
+    caller = Caller()
+    exchange = caller.exchange()
+    with exchange.kept_alive(StreamPace(0.0, 0.01), first=lambda: b"first", comment=b"comment"):
+        await asyncio.sleep(0.05)
+    assert caller.sent == [], "a client that takes nothing is sent nothing"

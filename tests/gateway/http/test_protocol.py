@@ -9,7 +9,8 @@ import pytest
 
 from gateway.access.keys import digest_of_key, new_key
 from gateway.http import protocol as http_protocol
-from gateway.http.protocol import MAX_FRAMING_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, HttpProtocol
+from gateway.http.protocol import MAX_FRAMING_BYTES, HttpProtocol
+from gateway.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
 
 BODY = b'{"prompt": "a"}'
 JSON = b"content-type: application/json\r\n"
@@ -350,3 +351,25 @@ async def test_where_all_connections_are_busy_a_new_one_is_refused(system):
         busy.send(WHOLE[-1:])
         assert (await busy.answer())[0] == 200
     assert connections.num_refused == 1
+
+
+# --- other versions of HTTP -------------------------------------------------------------------------------------------
+
+
+async def test_http_1_0_gets_a_stream_without_chunks(system):
+    body = b'{"prompt": "a", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
+    async with Caller(system) as caller:
+        caller.send(head + body)
+        head, _, events = (await caller.rest()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+async def test_another_version_is_refused(system):
+    async with Caller(system) as caller:
+        caller.send(PROBE.replace(b"HTTP/1.1", b"HTTP/2.0"))
+        status, head, _ = await caller.answer()
+    assert status in (400, 505), head
