@@ -66,7 +66,7 @@ class StreamPace:
     """When a stream of events shows that it is alive, in seconds of silence."""
 
     head_after_s: float = 2.0
-    """Time until its head leaves, though no event is there; an error before that still has a status of its own."""
+    """Time until its head leaves without an event; an error before that still has a status of its own."""
     comment_every_s: float = 15.0
     """Time between two signs of life."""
 
