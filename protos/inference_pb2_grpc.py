@@ -56,6 +56,16 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/tandem.v1.Inference/Chat',
+                request_serializer=protos_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.ChatUnary = channel.unary_unary(
+                '/tandem.v1.Inference/ChatUnary',
+                request_serializer=protos_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ChatUnaryResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -106,6 +116,21 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Chat(self, request, context):
+        """Streams the answers to a conversation as they are generated. The last message of each answer carries `finish_reason`
+        and `usage`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChatUnary(self, request, context):
+        """The whole answers to a conversation in one message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows.
         """
@@ -144,6 +169,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateUnary,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=protos_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'ChatUnary': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChatUnary,
+                    request_deserializer=protos_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ChatUnaryResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -249,6 +284,60 @@ class Inference(object):
             '/tandem.v1.Inference/GenerateUnary',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Inference/Chat',
+            protos_dot_inference__pb2.ChatRequest.SerializeToString,
+            protos_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChatUnary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/ChatUnary',
+            protos_dot_inference__pb2.ChatRequest.SerializeToString,
+            protos_dot_inference__pb2.ChatUnaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

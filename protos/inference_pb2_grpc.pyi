@@ -52,6 +52,12 @@ class InferenceStub:
     """
     GenerateUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """The whole answer of one prompt in one message."""
+    Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
+    """Streams the answers to a conversation as they are generated. The last message of each answer carries `finish_reason`
+    and `usage`.
+    """
+    ChatUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatUnaryResponse]
+    """The whole answers to a conversation in one message."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -80,6 +86,12 @@ class InferenceAsyncStub(InferenceStub):
     """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The whole answer of one prompt in one message."""
+    Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
+    """Streams the answers to a conversation as they are generated. The last message of each answer carries `finish_reason`
+    and `usage`.
+    """
+    ChatUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatUnaryResponse]  # type: ignore[assignment]
+    """The whole answers to a conversation in one message."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -123,6 +135,24 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GenerateResponse, _abc.Awaitable[_inference_pb2.GenerateResponse]]:
         """The whole answer of one prompt in one message."""
+
+    @_abc_1.abstractmethod
+    def Chat(
+        self,
+        request: _inference_pb2.ChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.ChatResponse], _abc.AsyncIterator[_inference_pb2.ChatResponse]]:
+        """Streams the answers to a conversation as they are generated. The last message of each answer carries `finish_reason`
+        and `usage`.
+        """
+
+    @_abc_1.abstractmethod
+    def ChatUnary(
+        self,
+        request: _inference_pb2.ChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ChatUnaryResponse, _abc.Awaitable[_inference_pb2.ChatUnaryResponse]]:
+        """The whole answers to a conversation in one message."""
 
     @_abc_1.abstractmethod
     def ListModels(

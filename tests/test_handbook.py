@@ -86,7 +86,15 @@ def test_what_troubleshooting_quotes_is_in_the_code() -> None:
 @pytest.mark.parametrize("code", sorted(codes_of_the_code()))
 def test_every_code_that_an_operator_can_change_something_about_is_in_troubleshooting(code: str) -> None:
     clients_own = {
-        *("invalid_json", "invalid_type", "invalid_value", "invalid_encoding", "duplicate_key", "invalid_http"),
+        *(
+            "invalid_json",
+            "invalid_type",
+            "invalid_value",
+            "invalid_encoding",
+            "duplicate_key",
+            "http_version_not_supported",
+            "invalid_http",
+        ),
         *("missing_required_parameter", "unsupported_endpoint", "not_found", "method_not_allowed", "cancelled"),
         *("response_not_found", "invalid_form", "empty_file"),
         *("request_timeout", "request_too_large", "url_too_long", "request_head_too_large"),

@@ -5,15 +5,17 @@ An edge: turns protobuf into a `Call` and `Delta`s into protobuf. Errors become 
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
 
 from grpc_health.v1 import health
 
 from gateway.access.door import FrontDoor
 from gateway.edge.generate import Answers, Generator
+from gateway.edge.grpc_chat import ChatReader, chat_call, without_name
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.grpc_context import Context, add_limits, authenticate, metadata
-from gateway.forms.response_format import json_schema_in
+from gateway.edge.grpc_messages import LENGTH, STOP, form_of, logprobs_of, usage_of
 from gateway.http.bodies import Bodies
 from gateway.limits import (
     GRPC_PREFIX,
@@ -32,7 +34,7 @@ from gateway.observability.tracing import Origin
 from gateway.openai.writer import Whole
 from gateway.requests.call import Call
 from gateway.requests.lifecycle import Requests
-from gateway.types import AskedSampling, Delta, TokenLogprobs, Usage
+from gateway.types import AskedSampling, Delta
 from gateway.wishes import read_wishes
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry
@@ -41,7 +43,6 @@ from services.runtime.interceptor import caller_roles
 from services.runtime.places import OPERATORS, STRANGERS
 from services.runtime.sampling_wire import read_sampling
 from services.runtime.tls import OPERATOR
-from services.structured.grammar import ANY_OBJECT
 
 INFERENCE_SERVICE = "tandem.v1.Inference"
 SERVICE_NAMES = (INFERENCE_SERVICE, CLUSTER_SERVICE)
@@ -51,11 +52,12 @@ MAX_DEADLINE_S = 24 * 3600.0
 ALLOW_FALLBACK = "x-allow-fallback"
 """Metadata: `true` or `false`."""
 
-_REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FINISH_REASON_LENGTH}
+Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.ChatRequest)
+_REASONS = {"stop": STOP, "length": LENGTH}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Text generation and tokenization."""
+    """Generation of texts, answers to conversations, and tokenization."""
 
     def __init__(self, requests: Requests, journals: Journals, *, door: FrontDoor, bodies: Bodies) -> None:
         self._door = door
@@ -70,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Streams the answer of one prompt."""
         with self._requests.refusals_noted():
             async with (
-                self._generated(request, context, method="Generate") as answers,
+                self._generated(request, context, _call, method="Generate") as (answers, _),
                 contextlib.aclosing(self._responses(answers, context)) as responses,
             ):
                 async for response in responses:
@@ -93,10 +95,40 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """Returns the whole answer of one prompt."""
         with self._requests.refusals_noted():
-            async with self._generated(request, context, method="GenerateUnary") as answers:
+            async with self._generated(request, context, _call, method="GenerateUnary") as (answers, _):
                 (whole,) = await answers.wholes()
                 await context.send_initial_metadata(_told(answers))
                 return await self._response(answers, _delta_of(whole))
+
+    async def Chat(
+        self, request: inference_pb2.ChatRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.ChatResponse, None]:
+        """Streams the answers to a conversation."""
+        with self._requests.refusals_noted():
+            async with self._generated(request, context, chat_call, method="Chat") as (answers, call):
+                reader, is_told = self._chat_reader(answers, call), False
+                async with contextlib.aclosing(answers.parts()) as parts:
+                    async for part in parts:
+                        response = reader.response(part.choice, part.delta)
+                        if not is_told:
+                            is_told = True
+                            await context.send_initial_metadata(_told(answers))
+                        yield response
+
+    async def ChatUnary(self, request: inference_pb2.ChatRequest, context: Context) -> inference_pb2.ChatUnaryResponse:
+        """Returns the whole answers to a conversation."""
+        with self._requests.refusals_noted():
+            async with self._generated(request, context, chat_call, method="ChatUnary") as (answers, call):
+                reader, wholes = self._chat_reader(answers, call), await answers.wholes()
+                await context.send_initial_metadata(_told(answers))
+                return inference_pb2.ChatUnaryResponse(
+                    request_id=answers.request_id, choices=[reader.whole(whole) for whole in wholes]
+                )
+
+    def _chat_reader(self, answers: Answers, call: Call) -> ChatReader:
+        prompts = [spec.prompt_token_ids for spec in answers.specs]
+        tokenizer = self._requests.catalog[answers.model].tokenizer
+        return ChatReader(tokenizer, call, request_id=answers.request_id, prompts=prompts)
 
     async def _responses(
         self, answers: Answers, context: Context
@@ -121,13 +153,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @contextlib.asynccontextmanager
     async def _generated(
-        self, request: inference_pb2.GenerateRequest, context: Context, *, method: str
-    ) -> AsyncIterator[Answers]:
-        """The answer to a new request, or to a named one that exists already."""
+        self, request: Request, context: Context, call_of: Callable[[Request], Call], *, method: str
+    ) -> AsyncIterator[tuple[Answers, Call]]:
+        """The answers to a new request, or to a named one that exists already, and its call."""
         key = authenticate(self._door, context)
         # Held until the prompt has become tokens.
         with self._bodies.claim(key.tenant, num_bytes=request.ByteSize()) as claim:
-            call = _call(request, context)
+            call = _completed(call_of(request), request, context)
             origin = Origin(rpc_method=f"{INFERENCE_SERVICE}/{method}")
             call.note_origin(lambda name: metadata(context, name) or "", origin)
             self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
@@ -139,7 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 add_limits(context, call.ticket)
 
             async with self._generator.answers(ask or call, key, on_taken=note_taken) as answers:
-                yield answers
+                yield answers, call
 
     @contextlib.asynccontextmanager
     async def _resumed(self, request: inference_pb2.ResumeRequest, context: Context) -> AsyncIterator[Answers]:
@@ -247,30 +279,34 @@ def register(server: rpc.RpcServer, inference: InferenceService, cluster: Cluste
     cluster_pb2_grpc.add_ClusterServicer_to_server(cluster, server.server)
 
 
-def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
+def _completed(call: Call, request: Request, context: Context) -> Call:
+    """Returns the call with what all generating methods have, in the message or beside it. Raises InvalidRequest."""
     allows_fallback = metadata(context, ALLOW_FALLBACK)
+    call.request_id = request.request_id or None
+    call.priority = request.priority
+    call.service_class = request.service_class
+    call.affinity_key = _affinity_key(context)
+    call.cache_salt = request.cache_salt
+    call.tenant = request.tenant
+    call.deadline = rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S)
+    call.wishes = read_wishes(lambda name: metadata(context, name))
+    if allows_fallback is not None:
+        call.allow_fallback = check_permission(allows_fallback, field_name=ALLOW_FALLBACK)
+    return call
+
+
+def _call(request: inference_pb2.GenerateRequest) -> Call:
     return Call(
         operation="text_completion",
         model=request.model,
-        request_id=request.request_id or None,
         prompts=[_prompt(request)],
         sampling=_sampling(request),
-        priority=request.priority,
-        service_class=request.service_class,
-        affinity_key=_affinity_key(context),
-        cache_salt=request.cache_salt,
-        tenant=request.tenant,
-        deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
-        wishes=read_wishes(lambda name: metadata(context, name)),
-        allow_fallback=None
-        if allows_fallback is None
-        else check_permission(allows_fallback, field_name=ALLOW_FALLBACK),
         field_prefix=GRPC_PREFIX,
         prompt_field="token_ids" if request.WhichOneof("prompt") == "token_ids" else "text",
     )
 
 
-def _ask(call: Call, request: inference_pb2.GenerateRequest, context: Context) -> Ask | None:
+def _ask(call: Call, request: Request, context: Context) -> Ask | None:
     """Returns what a request with a name asks for; None for one without. Raises InvalidRequest."""
     key = metadata(context, "idempotency-key")
     if key is None and call.request_id is None:
@@ -278,10 +314,8 @@ def _ask(call: Call, request: inference_pb2.GenerateRequest, context: Context) -
     if key is not None:
         check_idempotency_key(key)
         call.idempotency_key = key
-    body = inference_pb2.GenerateRequest()
-    body.CopyFrom(request)
-    body.ClearField("request_id")
-    return ask_for(call, digest_of("grpc", body.SerializeToString(deterministic=True)))
+    kind = "grpc" if isinstance(request, inference_pb2.GenerateRequest) else "grpc-chat"
+    return ask_for(call, digest_of(kind, without_name(request)))
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
@@ -292,14 +326,9 @@ def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
 
 
 def _sampling(request: inference_pb2.GenerateRequest) -> AskedSampling:
-    return AskedSampling(json_schema=_json_schema(request.response_format), **read_sampling(request.sampling))
-
-
-def _json_schema(asked: inference_pb2.ResponseFormat) -> str:
-    kind = asked.WhichOneof("format")
-    if kind is None:
-        return ""
-    return ANY_OBJECT if kind == "json_object" else json_schema_in(asked.json_schema)
+    asked = AskedSampling(**read_sampling(request.sampling))
+    asked.json_schema, asked.form_field = form_of(request.response_format)
+    return asked
 
 
 def _told(answers: Answers) -> tuple[tuple[str, str], ...]:
@@ -331,16 +360,16 @@ def _response(request_id: str, delta: Delta) -> Steps[inference_pb2.GenerateResp
         first_index=delta.first_index,
         token_ids=delta.token_ids,
         text=delta.text,
-        logprobs=_logprobs(delta.logprobs) if delta.logprobs is not None else (),
+        logprobs=logprobs_of(delta.logprobs) if delta.logprobs is not None else (),
     )
     if delta.prompt_logprobs is not None:
         for entries in delta.prompt_logprobs.parts():
-            response.prompt_logprobs.extend(_logprobs(entries))
+            response.prompt_logprobs.extend(logprobs_of(entries))
             yield
     if delta.finish_reason is not None:
         response.finish_reason = _REASONS[delta.finish_reason]
     if delta.usage is not None:
-        response.usage.CopyFrom(_usage(delta.usage))
+        response.usage.CopyFrom(usage_of(delta.usage))
     return response
 
 
@@ -348,25 +377,3 @@ def _delta_of(whole: Whole) -> Delta:
     delta = Delta(0, whole.token_ids, whole.text, whole.logprobs, whole.finish_reason, whole.usage)
     delta.prompt_logprobs = whole.prompt_logprobs
     return delta
-
-
-def _logprobs(entries: Iterable[TokenLogprobs]) -> list[inference_pb2.TokenLogprobs]:
-    return [
-        inference_pb2.TokenLogprobs(
-            logprob=entry.logprob,
-            top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
-        )
-        for entry in entries
-    ]
-
-
-def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-        queue_s=usage.queue_s,
-        prefill_s=usage.prefill_s,
-        transfer_s=usage.transfer_s,
-        decode_s=usage.decode_s,
-    )

@@ -22,7 +22,7 @@ from typing import Any, cast
 import grpc
 from google.rpc import status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from protos import membership_pb2, membership_pb2_grpc
 from services.runtime import status
@@ -38,6 +38,7 @@ from services.runtime.reach import Obstacle, obstacle
 from services.runtime.tls import Identity, Pem
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 READINESS = "readiness"
 """The name under which every server's health is asked whether it should get work; "" says that it lives."""
 REASON_TIMEOUT_S = 0.5
@@ -197,6 +198,24 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
         return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Health per service, with the method that lists them, which the library's servicer lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, Any] = {}
+
+    async def set(self, service: str, status: Any) -> None:
+        """Sets the health of a service."""
+        self._known[service] = status
+        await super().set(service, status)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """Returns the health of all services."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._known.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class RpcServer:
     """A gRPC server with health per service; register servicers on `server` before `start`.
 
@@ -219,7 +238,7 @@ class RpcServer:
         self._credentials: list[grpc.ServerCredentials] = []
         self._service_names = (READINESS, *service_names)
         self._stopping = asyncio.Lock()
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     async def start(self, host: str, port: int) -> int:
@@ -311,13 +330,26 @@ def make_server(
         membership_pb2_grpc.add_MembershipServicer_to_server(_Challenges(guard), cast(Any, server))
     if with_reflection:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        _add_reflection(names, server)
     return RpcServer(
         cast(Any, server),
         service_names,
         asks_for_certificate=profile.asks_for_certificate,
         connections=connections,
     )
+
+
+def _add_reflection(names: Sequence[str], server: Any) -> None:
+    """Adds reflection under both of its names: v1 has the messages of v1alpha."""
+    reflection.enable_server_reflection(names, server)
+    servicer = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = {"ServerReflectionInfo": handler}
+    server.add_registered_method_handlers(_REFLECTION_V1, handlers)
 
 
 def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:

@@ -36,6 +36,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens, or the model's context is full."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """It was cancelled."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """The answer calls functions. Only of conversations."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended."""
@@ -48,6 +50,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the model's context is full."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """It was cancelled."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""The answer calls functions. Only of conversations."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -158,30 +162,70 @@ class ResponseFormat(_message.Message):
 
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that keeps to this JSON schema, which is given as JSON text: an object of at most 64 KiB without white space,
     64 levels deep. Members come in the order in which the schema names them. What it asks for and is not supported is
     refused by name.
     """
+    regex: _builtins.str
+    """Text that matches this regular expression as a whole."""
+    grammar: _builtins.str
+    """Text that keeps to this grammar, in llguidance's form of Lark, or in that of llama.cpp and XGrammar, whose rules
+    have `::=`.
+    """
     @_builtins.property
     def json_object(self) -> Global___JsonObjectFormat:
         """Any JSON object."""
+
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
 
     def __init__(
         self,
         *,
         json_object: Global___JsonObjectFormat | None = ...,
         json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "json_object", b"json_object", "json_schema", b"json_schema"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "json_object", b"json_object", "json_schema", b"json_schema"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_object", "json_schema"]  # noqa: Y015
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choices", "grammar"]  # noqa: Y015
     _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
 
 Global___ResponseFormat: _TypeAlias = ResponseFormat  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 2,000 texts, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class JsonObjectFormat(_message.Message):
@@ -199,6 +243,367 @@ class JsonObjectFormat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JsonObjectFormat: _TypeAlias = JsonObjectFormat  # noqa: Y015
+
+@_typing.final
+class ChatRequest(_message.Message):
+    """One conversation to answer. Fields that GenerateRequest has too mean what they mean there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ChatTemplateKwargsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest; Resume gives the rest of an answer as text, without its parts."""
+    model: _builtins.str
+    """As in GenerateRequest."""
+    priority: _builtins.int
+    """As in GenerateRequest."""
+    tenant: _builtins.str
+    """As in GenerateRequest."""
+    service_class: _builtins.str
+    """As in GenerateRequest."""
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
+    parallel_tool_calls: _builtins.bool
+    """Whether an answer may have several calls. Absent: it may."""
+    num_choices: _builtins.int
+    """Answers, 1 to 16. Zero: one."""
+    continue_final_message: _builtins.bool
+    """The answer continues the last message, an assistant's, whose text does not come again."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The conversation, which the model's chat template writes. At least one."""
+
+    @_builtins.property
+    def sampling(self) -> Global___SamplingParams:
+        """As in GenerateRequest; `prompt_logprobs` is not served."""
+
+    @_builtins.property
+    def response_format(self) -> Global___ResponseFormat:
+        """As in GenerateRequest."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the model may call."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Which of them. Absent: the model decides."""
+
+    @_builtins.property
+    def chat_template_kwargs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Variables of the chat template, such as `enable_thinking`, with their values in JSON: `false`, `"high"`, `3`. Those
+        that the template has no name for have no effect.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        sampling: Global___SamplingParams | None = ...,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        service_class: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        response_format: Global___ResponseFormat | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        num_choices: _builtins.int = ...,
+        chat_template_kwargs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        continue_final_message: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "response_format", b"response_format", "sampling", b"sampling", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "num_choices", b"num_choices", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class ChatMessage(_message.Message):
+    """One message of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """system, developer, user, assistant or tool."""
+    content: _builtins.str
+    """Its text."""
+    name: _builtins.str
+    """Name of its author. Empty: none."""
+    reasoning_content: _builtins.str
+    """What an assistant thought before it answered."""
+    tool_call_id: _builtins.str
+    """In a tool's message: the id of the call that it answers."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that an assistant made."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a function. In a stream, the part of one that is new: the first part has id and name, and `arguments` are
+    continued.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its id, which a tool's message names."""
+    name: _builtins.str
+    """The function."""
+    arguments: _builtins.str
+    """A JSON object."""
+    index: _builtins.int
+    """Its number in the answer."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 64 characters of [A-Za-z0-9_.-]."""
+    description: _builtins.str
+    """What it is for."""
+    parameters: _builtins.str
+    """A JSON schema of its arguments, as JSON text. Empty: it takes none."""
+    strict: _builtins.bool
+    """The arguments keep to `parameters` in any call."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Which functions are called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ToolChoice._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: ToolChoice._Mode.ValueType  # 0
+        """The model decides."""
+        MODE_NONE: ToolChoice._Mode.ValueType  # 1
+        """None is called."""
+        MODE_REQUIRED: ToolChoice._Mode.ValueType  # 2
+        """At least one is called."""
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+        """A way to choose."""
+
+    MODE_UNSPECIFIED: ToolChoice.Mode.ValueType  # 0
+    """The model decides."""
+    MODE_NONE: ToolChoice.Mode.ValueType  # 1
+    """None is called."""
+    MODE_REQUIRED: ToolChoice.Mode.ValueType  # 2
+    """At least one is called."""
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoice.Mode.ValueType
+    """The way."""
+    name: _builtins.str
+    """With MODE_REQUIRED: the one function that is called. Empty: any."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoice.Mode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class ChatResponse(_message.Message):
+    """A part of one answer to a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the request, or the server's own."""
+    choice: _builtins.int
+    """The answer that it belongs to, from 0."""
+    finish_reason: Global___FinishReason.ValueType
+    """Why this answer ended. UNSPECIFIED: it has not."""
+    @_builtins.property
+    def delta(self) -> Global___ChatMessage:
+        """What is added to the answer: text, thoughts, parts of calls."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens, of which some may not be shown yet."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One entry per token id, when asked for."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Counts and times of this answer. Only on its last message."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+        delta: Global___ChatMessage | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "delta", b"delta", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "choice", b"choice", "delta", b"delta", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
+    _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
+
+Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class ChatUnaryResponse(_message.Message):
+    """All answers to a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the request, or the server's own."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatResponse]:
+        """In order; `delta` is the whole message."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        choices: _abc.Iterable[Global___ChatResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatUnaryResponse: _TypeAlias = ChatUnaryResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):

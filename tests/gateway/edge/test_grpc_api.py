@@ -133,3 +133,22 @@ async def test_short_texts_of_one_tenant_do_not_wait_for_the_long_ones_of_anothe
     assert not any(each.done() for each in long)
     for each in long:
         each.cancel()
+
+
+async def test_reflection_is_there_under_its_newer_name_too(keyed):
+    async with channel_to(keyed) as channel:
+        ask = channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="tandem.v1.Inference")
+        answers = [answer async for answer in ask(iter([request]), metadata=SHOWN, timeout=LIMIT_S)]
+        assert b"tandem.v1" in answers[0].file_descriptor_response.file_descriptor_proto[0]
+
+
+async def test_health_lists_what_there_is(keyed):
+    async with channel_to(keyed) as channel:
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=LIMIT_S)
+        assert listed.statuses[""].status == health_pb2.HealthCheckResponse.SERVING
+        assert "tandem.v1.Inference" in listed.statuses
