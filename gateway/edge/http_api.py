@@ -56,7 +56,7 @@ from services.runtime import status
 from services.runtime.errors import PermissionDenied, RequestCancelled, TandemError, Unauthenticated
 
 API_PREFIX = "/v1/"
-API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
+API_PATHS = frozenset({"/tokenize", "/detokenize", "/apply-template", "/openapi.json", "/version", "/tokenizer_info"})
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
 
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -143,6 +143,7 @@ class HttpApi:
             "/v1/embeddings": tokenization.refuse_embeddings,
             "/tokenize": tokenization.tokenize,
             "/detokenize": tokenization.detokenize,
+            "/apply-template": tokenization.apply_template,
         }
         return {path: self._endpoint(serve, is_anthropic=path in ANTHROPIC_PATHS) for path, serve in served.items()}
 

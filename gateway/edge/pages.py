@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -48,13 +49,17 @@ class ApiPages:
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
             Route("/openapi.json", self._show_document),
+            Route("/version", self._show_version),
+            Route("/tokenizer_info", self._show_tokenizer),
         ]
 
     async def _list_models(self, request: Request) -> Response:
         key: ApiKey = request.state.key
         names = self._requests.catalog.names()
         data = [self._model(name, model) for name, model in names if key.allows_model(model.name)]
-        return json_response({"object": "list", "data": data})
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        # Anthropic's clients read the page's ends, OpenAI's the kind of object.
+        return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
     async def _show_model(self, request: Request) -> Response:
         name, catalog = request.path_params["name"], self._requests.catalog
@@ -66,12 +71,23 @@ class ApiPages:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": self._created_unix_s,
+            "created_at": datetime.fromtimestamp(self._created_unix_s, UTC).isoformat(),
             "owned_by": "tandem",
             "root": model.name,
             "max_model_len": self._requests.limits(model).context_length_tokens,
             "sampling_defaults": model.sampling_defaults,
         }
+
+    async def _show_version(self, request: Request) -> Response:
+        return json_response({"version": version()})
+
+    async def _show_tokenizer(self, request: Request) -> Response:
+        name, catalog = request.query_params.get("model"), self._requests.catalog
+        self._door.check_model(request.state.key, catalog.name_of(name), asked=name)
+        return json_response(catalog.resolve(name).tokenizer.described())
 
     async def _show_no_response(self, request: Request) -> Response:
         name = request.path_params["name"][:MAX_NAME_CHARS]

@@ -70,6 +70,17 @@ class Tokenization:
             document["token_strs"] = [model.tokenizer.token_name(token_id) for token_id in token_ids]
         await exchange.answer(200, msgspec.json.encode(document))
 
+    async def apply_template(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers the text of a conversation as an answer to it would be generated."""
+        with self._bodies.claim(key.tenant) as claim:
+            request, tools, words = await self._bodies.read(claim, exchange.read_body, _read_tokenize)
+            if request.messages is None:
+                raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
+            model = await self._let_in(exchange, key, request.model)
+            token_ids = await self._encode_to_count(model, request.messages, tools, key.tenant, more=words)
+            text = await model.tokenizer.decode_long(token_ids, skip_special_tokens=False, tenant=key.tenant)
+        await exchange.answer(200, msgspec.json.encode({"prompt": text}))
+
     async def detokenize(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers the text of token ids, special ones shown."""
         with self._bodies.claim(key.tenant) as claim:

@@ -86,6 +86,10 @@ class ModelTokenizer:
         """Whether one token begins calls."""
         return self.call_token[0] >= 0
 
+    def described(self) -> dict[str, Any]:
+        """Returns what clients need to build the tokenizer's prompts themselves: its template and special tokens."""
+        return {"chat_template": self._files.chat_template, **self._files.special_tokens}
+
     async def encode(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Returns a prompt's token ids. Special tokens written in the text count as such: it is the model's own."""
         if len(text) <= LONG_TEXT_CHARS:

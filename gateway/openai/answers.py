@@ -1,5 +1,6 @@
 """The answers of the chat and completions APIs as types: what the writers encode, and what the document describes."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -76,6 +77,7 @@ class CompletionChoice(Exact, kw_only=True):
     finish_reason: FinishReason
     prompt_logprobs: PromptCandidates | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(_Answer, kw_only=True):
@@ -95,6 +97,7 @@ class CompletionChunkChoice(Exact, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class CompletionChunk(_Answer, kw_only=True):
@@ -169,6 +172,7 @@ class ChatCompletion(_Answer, kw_only=True):
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_logprobs: PromptCandidates | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class FunctionDelta(Exact, kw_only=True):
@@ -212,6 +216,7 @@ class ChatCompletionChunk(_Answer, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class InputTokensDetails(Exact, kw_only=True):

@@ -206,7 +206,10 @@ class ChatWriter(ChoicesWriter):
     def opening(self, index: int) -> bytes:
         """Returns the event that names the role."""
         choice = self._choice(index, MessageDelta(role="assistant", content=""))
-        return self._event(choice, self._no_usage_yet(index))
+        event = self._event(choice, self._no_usage_yet(index))
+        if not self._has_token_ids:
+            return event
+        return event.removesuffix(b"}\n\n") + b',"prompt_token_ids":%b}\n\n' % encode(self._shown_prompt(index))
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """Returns the event for a delta; what the parser holds back comes with the reason of the end."""
@@ -233,6 +236,7 @@ class ChatWriter(ChoicesWriter):
                 choices=[self._whole_choice(answer) for answer in answers],
                 usage=self._whole_usage(answers),
                 prompt_logprobs=self._prompt_logprobs(answers[0]),
+                prompt_token_ids=self._shown_prompt(0),
             )
         )
 
@@ -331,7 +335,8 @@ class ChatWriter(ChoicesWriter):
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
         if entries is None:
             return None
-        return ChatLogprobs(content=shown_logprobs(self._tokenizer, token_ids, entries), refusal=None)
+        shown = shown_logprobs(self._tokenizer, token_ids, entries, shows_ids=self._shows_ids)
+        return ChatLogprobs(content=shown, refusal=None)
 
 
 def _whole_call(call: ToolCallDelta) -> ToolCall:

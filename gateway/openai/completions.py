@@ -119,16 +119,20 @@ class CompletionWriter(ChoicesWriter):
             finish_reason=answer.finish_reason,
             prompt_logprobs=self._prompt_logprobs(answer),
             token_ids=self._shown_ids(answer.token_ids),
+            prompt_token_ids=self._shown_prompt(answer.index),
         )
 
     def _text_choice(self, index: int, delta: Delta) -> CompletionChunkChoice:
-        return CompletionChunkChoice(
+        choice = CompletionChunkChoice(
             index=index,
             text=delta.text,
             logprobs=self._logprobs(index, delta.token_ids, delta.logprobs),
             finish_reason=None,
             token_ids=self._shown_ids(delta.token_ids),
         )
+        if self._has_token_ids and delta.first_index == 0:
+            choice.prompt_token_ids = self._shown_prompt(index)
+        return choice
 
     def _last_choice(self, index: int, finish_reason: FinishReason) -> CompletionChunkChoice:
         return CompletionChunkChoice(index=index, text="", logprobs=None, finish_reason=finish_reason)
@@ -147,7 +151,7 @@ class CompletionWriter(ChoicesWriter):
         shown = self._logprobs(answer.index, [*rest, *answer.token_ids], [*entries, *answer.logprobs])
         assert shown is not None
         return CompletionLogprobs(
-            tokens=[first_text, *shown.tokens],
+            tokens=[self._shown_token(first), *shown.tokens],
             token_logprobs=[None, *shown.token_logprobs],
             top_logprobs=[None, *shown.top_logprobs],
             text_offset=[0, *shown.text_offset],
@@ -158,14 +162,15 @@ class CompletionWriter(ChoicesWriter):
     ) -> CompletionLogprobs | None:
         if entries is None:
             return None
-        texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self._num_chars.get(index, 0)))
+        lengths = [len(self._tokenizer.token_text(token_id)) for token_id in token_ids]
+        texts = [self._shown_token(token_id) for token_id in token_ids]
+        offsets = list(itertools.accumulate(lengths, initial=self._num_chars.get(index, 0)))
         self._num_chars[index] = offsets.pop()
         return CompletionLogprobs(
             tokens=texts,
             token_logprobs=[finite(entry.logprob) for entry in entries],
             top_logprobs=[
-                {self._tokenizer.token_text(token_id): finite(logprob) for token_id, logprob in entry.top}
+                {self._shown_token(token_id): finite(logprob) for token_id, logprob in entry.top}
                 | {text: finite(entry.logprob)}
                 for text, entry in zip(texts, entries, strict=True)
             ],

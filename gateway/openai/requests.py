@@ -162,7 +162,16 @@ class ChoicesRequest(RequestBody, kw_only=True):
         int | None, bounded(f"Answers to each prompt; {MAX_SEQUENCES} over all prompts.", 1, MAX_CHOICES, 1)
     ] = None
     stream_options: Annotated[StreamOptions | None, said("Only with `stream`.")] = None
-    return_token_ids: Annotated[bool | None, flag("Adds `token_ids` to each choice.")] = None
+    return_token_ids: Annotated[
+        bool | None, flag("Adds `token_ids` to each choice, and `prompt_token_ids`; in streams to the first event.")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, flag("Log-probabilities name tokens by their ids, as `token_id:5`.")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        said("Only this many tokens of a prompt are kept, its last; -1: as many as fit into the context.", minimum=-1),
+    ] = None
     response_format: Annotated[
         Any,
         said(
@@ -185,7 +194,16 @@ class ChoicesRequest(RequestBody, kw_only=True):
             affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
+            most_prompt_tokens=self._most_prompt_tokens(),
         )
+
+    def _most_prompt_tokens(self) -> int | None:
+        most = self.truncate_prompt_tokens
+        if most is not None and most != -1 and most < 1:
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be -1 or at least 1", field="truncate_prompt_tokens", code="invalid_value"
+            )
+        return most
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -41,7 +41,6 @@ _NO_LORA = "adapters are not chosen by requests; name a model of /v1/models"
 _NO_THINKING = "use reasoning_effort, or enable_thinking in chat_template_kwargs, where the model's template knows them"
 _AS_IS = "reasoning comes apart from the answer, as reasoning_content"
 _USE_FORMAT = "use response_format"
-_TOKENIZE = "use /tokenize"
 _NO_PROFILE = "nothing is measured for it"
 _OFF = "it belongs to a sampler that is off"
 _HERE = "this server places requests itself"
@@ -89,12 +88,12 @@ _BODY: Mapping[str, Word] = {
     "prompt_embeds": Refused("send a text or token ids"),
     "repetition_detection": Refused("use max_tokens or repetition_penalty"),
     "request_id": Harmless("requests are named by the header X-Request-Id"),
-    "return_tokens_as_token_ids": Refused("use return_token_ids", (False,)),
+    "return_tokens_as_token_ids": Refused("use /v1/chat/completions", (False,)),
     "skip_special_tokens": Refused("special tokens are not shown; use return_token_ids", (True,)),
     "spaces_between_special_tokens": Refused("special tokens are not shown", (True,)),
     "thinking_token_budget": Refused(_NO_THINKING),
-    "truncate_prompt_tokens": Refused(f"a prompt that is too long is refused, and not cut; {_TOKENIZE}"),
-    "truncation_side": Refused(f"a prompt that is too long is refused, and not cut; {_TOKENIZE}"),
+    "truncate_prompt_tokens": Refused("use /v1/chat/completions"),
+    "truncation_side": Refused("the end of a prompt is what is kept", ("left",)),
     "use_beam_search": Refused("there is no beam search; use n", (False,)),
     "vllm_xargs": Refused("there are no extensions that read it", ({},)),
     # SGLang's

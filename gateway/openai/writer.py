@@ -163,6 +163,7 @@ class ChoicesWriter(Writer):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._has_token_ids = bool(request.return_token_ids)
+        self._shows_ids = bool(request.return_tokens_as_token_ids)
         self._num_prompt_logprobs = request.prompt_logprobs
         self._head: dict[str, Any] = {
             "id": self.id,
@@ -246,6 +247,13 @@ class ChoicesWriter(Writer):
     def _shown_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._has_token_ids else UNSET
 
+    def _shown_prompt(self, index: int) -> Sequence[int] | UnsetType:
+        return self._prompts[index] if self._has_token_ids else UNSET
+
+    def _shown_token(self, token_id: int) -> str:
+        """Returns a token as log-probabilities name it."""
+        return token_as_id(token_id) if self._shows_ids else self._tokenizer.token_text(token_id)
+
     @abstractmethod
     def _text_choice(self, index: int, delta: Delta) -> msgspec.Struct: ...
 
@@ -300,15 +308,27 @@ def _numbers(values: Sequence[float]) -> list[bytes]:
     return encode(values)[1:-1].split(b",") if values else []
 
 
+def token_as_id(token_id: int) -> str:
+    """Returns a token's name for clients that take texts for too little, as vLLM spells it."""
+    return f"token_id:{token_id}"
+
+
 def shown_logprobs(
-    tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+    tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], *, shows_ids: bool = False
 ) -> list[ChatTokenLogprob]:
-    """Returns tokens with their log-probabilities, as the chat and the Responses API show them."""
+    """Returns tokens with their log-probabilities, as the chat and the Responses API show them.
+
+    `shows_ids`: tokens are named by their ids.
+    """
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
         shown_bytes = tokenizer.token_bytes(token_id) or text.encode()
-        return {"token": text, "logprob": finite(logprob), "bytes": list(shown_bytes)}
+        return {
+            "token": token_as_id(token_id) if shows_ids else text,
+            "logprob": finite(logprob),
+            "bytes": list(shown_bytes),
+        }
 
     return [
         ChatTokenLogprob(

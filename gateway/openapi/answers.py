@@ -136,7 +136,10 @@ class Model(Exact):
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     root: str
     max_model_len: int
@@ -149,6 +152,21 @@ class ModelList(Exact):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class Version(Exact):
+    """The version of the server."""
+
+    version: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What a client needs to write prompts itself, with the special tokens by the names that the template uses."""
+
+    chat_template: str | None
 
 
 class Health(Exact):

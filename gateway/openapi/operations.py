@@ -350,6 +350,22 @@ OPERATIONS: tuple[Operation, ...] = (
         body=DetokenizeRequest,
         answer=answers.Text,
     ),
+    _counting(
+        "POST /apply-template",
+        "applyTemplate",
+        "The text of a conversation as it would be generated from.",
+        body=TokenizeRequest,
+        answer=answers.Text,
+    ),
+    Operation("GET /version", "showVersion", "The version of the server.", answer=answers.Version),
+    Operation(
+        "GET /tokenizer_info",
+        "showTokenizer",
+        "The chat template and the special tokens of a model.",
+        answer=answers.TokenizerInfo,
+        errors=(*EVERYWHERE, 404),
+        query=(("model", "A name or alias; needed where several models are served.", {"type": "string"}),),
+    ),
     Operation(
         "GET /health",
         "showHealth",

@@ -339,6 +339,10 @@ class Acceptance:
             ]
         else:
             prompts = [await _encode(prompt, model, max_chars, call) for prompt in call.prompts]
+        if call.most_prompt_tokens is not None:
+            most = limits.context_length_tokens - (call.sampling.max_tokens or 1)
+            kept = most if call.most_prompt_tokens == -1 else call.most_prompt_tokens
+            prompts = [token_ids[-max(1, kept) :] for token_ids in prompts]
         for token_ids in prompts:
             check_prompt_token_ids(token_ids, limits, field_name=call.prompt_field)
         return prompts

@@ -128,3 +128,59 @@ async def test_fingerprint_is_the_same_everywhere(system, read_sse):
     assert shown == {whole.system_fingerprint}
     completion = Completion.model_validate((await system.complete()).json())
     assert completion.system_fingerprint == whole.system_fingerprint
+
+
+# --- prompts and tokens by their ids ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_prompts_tokens_come_with_the_answers(system, path, is_streamed):
+    asked = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    body = {**asked, "max_tokens": 2, "return_token_ids": True, "stream": is_streamed}
+    answer = await system.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    if is_streamed:
+        events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+        shown = [event if path != "/v1/completions" else event["choices"][0] for event in events]
+        prompts = [each["prompt_token_ids"] for each in shown if "prompt_token_ids" in each]
+        assert len(prompts) == 1
+    else:
+        whole = answer.json()
+        prompts = [(whole if path != "/v1/completions" else whole["choices"][0])["prompt_token_ids"]]
+    assert prompts[0] == list(prompt_of(system))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_tokens_are_named_by_their_ids(system, path):
+    asked = (
+        {"prompt": "a", "logprobs": 1}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}
+    )
+    body = {**asked, "max_tokens": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = (await system.http.post(path, json=body)).json()["choices"]
+    logprobs = choice["logprobs"]
+    named = logprobs["tokens"] if path == "/v1/completions" else [each["token"] for each in logprobs["content"]]
+    assert named == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(2, 2), (100, 5), (-1, 5)])
+async def test_the_last_tokens_of_a_prompt_are_kept(system, most, kept):
+    body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2, "truncate_prompt_tokens": most}
+    assert (await system.http.post("/v1/completions", json=body)).status_code == 200
+    assert list(prompt_of(system)) == [5, 6, 7, 8, 9][-kept:]
+
+
+async def test_a_prompt_that_is_too_long_is_cut_where_the_client_wants_that(system):
+    body = {"prompt": [5] * 600, "max_tokens": 12}
+    assert (await system.http.post("/v1/completions", json=body)).status_code == 400
+    assert (await system.http.post("/v1/completions", json={**body, "truncate_prompt_tokens": -1})).status_code == 200
+    assert len(prompt_of(system)) == 500
+    refused = await system.http.post("/v1/completions", json={**body, "truncate_prompt_tokens": 0})
+    assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def prompt_of(system):
+    """The prompt of the last attempt, at whichever worker."""
+    return next(iter(system.workers.values())).attempts[-1].spec.prompt_token_ids

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gateway.edge.pages import scrape_targets
+from services.runtime.version import version
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -71,3 +72,24 @@ def test_targets_are_the_workers_that_serve_metrics():
         {"targets": ["10.0.0.7:9100"], "labels": {"role": "decode", "model": "tiny"}},
         {"targets": ["h:1"], "labels": {"role": "prefill", "model": "tiny"}},
     ]
+
+
+async def test_what_clients_ask_of_the_server_and_its_tokenizer(make_system):
+    system = await make_system()
+    assert (await system.http.get("/version")).json() == {"version": version()}
+    told = (await system.http.get("/tokenizer_info")).json()
+    assert "add_generation_prompt" in told["chat_template"]
+    assert (told["bos_token"], told["eos_token"]) == ("<|bos|>", "<|end|>")
+    assert (await system.http.get("/tokenizer_info?model=nope")).status_code == 404
+
+
+async def test_models_are_listed_for_the_clients_of_two_apis(make_system):
+    listed = (await (await make_system()).http.get("/v1/models")).json()
+    assert (listed["object"], listed["has_more"], listed["first_id"], listed["last_id"]) == (
+        "list",
+        False,
+        "tiny",
+        "tiny",
+    )
+    (model,) = listed["data"]
+    assert (model["object"], model["type"], model["display_name"]) == ("model", "model", "tiny")

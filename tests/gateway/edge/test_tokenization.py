@@ -126,3 +126,11 @@ async def test_embeddings_are_refused_in_words(system):
     error = error_of(await system.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"}))
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_endpoint")
     assert "text only" in error["message"]
+
+
+async def test_a_conversation_becomes_the_text_of_its_prompt(system, tokenizer):
+    messages = [{"role": "user", "content": "hello"}]
+    text = (await system.http.post("/apply-template", json={"messages": messages})).json()["prompt"]
+    assert text == "<|user|>\nhello<|end|>\n<|assistant|>\n"
+    error = error_of(await system.http.post("/apply-template", json={"prompt": "a"}))
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
