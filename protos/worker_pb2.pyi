@@ -344,6 +344,7 @@ class SequenceSpec(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    FORM_PLACE_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
@@ -365,6 +366,11 @@ class SequenceSpec(_message.Message):
     """
     tracestate: _builtins.str
     """W3C tracestate that goes with `traceparent`; at most 512 characters. Empty: none."""
+    form_place: _builtins.int
+    """A place in which the worker keeps a form (`json_schema`, `tool_calls` and `reasoning`) until the session ends. With a
+    form: it is kept there from now on, instead of what was. Without: the one that is kept there is meant. 0: the form is
+    what this message says. At most the worker's `form_places`.
+    """
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -405,10 +411,11 @@ class SequenceSpec(_message.Message):
         tool_calls: Global___ToolCallForm | None = ...,
         reasoning: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        form_place: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "form_place", b"form_place", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
     _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015
@@ -696,8 +703,13 @@ class StepEvents(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    FORM_PLACES_FIELD_NUMBER: _builtins.int
     worker_incarnation: _builtins.str
     """Incarnation of the worker."""
+    form_places: _builtins.int
+    """How many forms the worker keeps for this session, in places from 1 on. In the first message; absent: none, as with
+    workers that do not know this field.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEvent]:
         """In the order in which they happened."""
@@ -735,10 +747,11 @@ class StepEvents(_message.Message):
         gpu: Global___GpuFacts | None = ...,
         links: _abc.Iterable[Global___PeerLink] | None = ...,
         counts: Global___WorkerCounts | None = ...,
+        form_places: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "gpu", b"gpu", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "events", b"events", "gpu", b"gpu", "links", b"links", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "events", b"events", "form_places", b"form_places", "gpu", b"gpu", "links", b"links", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

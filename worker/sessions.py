@@ -23,6 +23,7 @@ from services.runtime.errors import (
     TandemError,
     WorkerUnavailable,
 )
+from services.structured.form_places import NUM_PLACES, KeptForms
 
 LINK_NOISE, LINK_NOISE_BYTES = 0.1, 2**18
 """What is told of a link may be off by this share, and what is under way by this number of bytes."""
@@ -120,6 +121,9 @@ class Session:
     """What it was told last of what the worker has counted."""
     counts_at_s: float = -math.inf
     """When that was looked at last."""
+    forms: KeptForms = field(default_factory=KeptForms)
+    is_told_places: bool = False
+    """Whether the gateway knows how many forms are kept for it."""
     left_out: str = ""
     """Why the gateway gives this worker no work; empty: it may."""
 
@@ -288,6 +292,8 @@ class SessionServer:
             raise InvalidRequest(f"a session does not take the command {name or 'without content'}", field="command")
         payload = getattr(command, name)
         try:
+            if "sequence" in payload.DESCRIPTOR.fields_by_name:
+                session.forms.restore(payload.sequence)
             await handler(session, payload)
         except Exception as error:  # one command's failure must not end the session of the others
             if not isinstance(error, TandemError) or not status.row_of(error).is_public:
@@ -324,6 +330,8 @@ class SessionServer:
         if not is_step or now_s - session.load_sent_s >= self._limits.load_s:
             session.load_sent_s = now_s
             message.load.CopyFrom(self._load())
+        if not session.is_told_places:
+            session.is_told_places, message.form_places = True, NUM_PLACES
         gpu = None if self._gpu is None else self._gpu()
         if gpu is not None and gpu is not session.told_gpu:
             session.told_gpu = gpu

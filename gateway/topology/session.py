@@ -34,6 +34,7 @@ from services.runtime.errors import (
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.membership import Proof
 from services.scheduling.links import NO_LINKS, PeerLinks
+from services.structured.form_places import SentForms
 
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 2.7
@@ -113,6 +114,7 @@ class WorkerSession(ABC):
         self._sinks_by_handle: dict[int, EventSink] = {}
         self._pace = pace
         self._lateness = Lateness()
+        self._forms = SentForms()
         self._held: dict[int, Emitted] = {}
         """Tokens that wait for more of the same answer, by handle."""
         self._outgoing: deque[Any] = deque()
@@ -278,6 +280,8 @@ class WorkerSession(ABC):
                 self._release(self._handles.get(AttemptKey(*key), 0))
             if kind is not None:
                 sink.deliver(self, EVENT_READERS[kind](getattr(event, kind)))
+        if message.form_places:
+            self._forms.num_places = message.form_places
         if message.HasField("gpu"):
             self.gpu = read_gpu(message.gpu)
         if message.links:
@@ -339,6 +343,14 @@ class WorkerSession(ABC):
         if self._wake_writer is not None and not self._wake_writer.done():
             self._wake_writer.set_result(None)
 
+    def _send_order(self, order: SequenceOrder, sequence: worker_pb2.SequenceSpec, command: Any) -> None:
+        """Sends a command with an order in its `sequence`."""
+        form = order.sampling.form
+        sequence.CopyFrom(sequence_spec(order))
+        self._forms.write(form, sequence)
+        self._send(command)
+        self._forms.note_sent(form, sequence)
+
     async def _write_commands(self, call: Any) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -385,9 +397,8 @@ class DecodeSession(WorkerSession):
         """
         handle, command = next(_HANDLES), worker_pb2.DecodeCommand()
         admit = command.admit
-        admit.sequence.CopyFrom(sequence_spec(order))
         admit.local_prefill, admit.from_decode, admit.handle = is_local_prefill, is_from_decode, handle
-        self._send(command)
+        self._send_order(order, admit.sequence, command)
         self._handles[order.key], self._sinks_by_handle[handle] = handle, self._sinks[order.key]
 
     def pause(self, key: AttemptKey) -> None:
@@ -427,9 +438,8 @@ class PrefillSession(WorkerSession):
         """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
         command = worker_pb2.PrefillCommand()
         prefill = command.prefill
-        prefill.sequence.CopyFrom(sequence_spec(order))
         prefill.decode_address, prefill.decode_incarnation = decode.address, decode.incarnation
-        self._send(command)
+        self._send_order(order, prefill.sequence, command)
 
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:
         return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session(metadata=rpc.metadata_of(proof))

@@ -24,7 +24,6 @@ from protos import inference_pb2, worker_pb2
 from services.runtime import status, telemetry
 from services.runtime.errors import GrammarExhausted, InvalidRequest, NotOffered, TandemError, WorkerUnavailable
 from services.runtime.sampling_wire import write_sampling
-from services.structured.form import write_form
 
 _REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -39,7 +38,7 @@ def attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:
 
 
 def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
-    """Returns the order in the wire's format, with what is left of its deadline."""
+    """Returns the order in the wire's format, with what is left of its deadline, and without its form."""
     message: worker_pb2.SequenceSpec | None = order.message
     if message is None:
         message = order.message = worker_pb2.SequenceSpec(
@@ -54,7 +53,6 @@ def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
         message.sampling.CopyFrom(write_sampling(order.sampling))
         if order.trace is not None:
             message.traceparent, message.tracestate = telemetry.inject(order.trace), order.trace.state
-        write_form(order.sampling.form, message)
     message.deadline_ms = max(1, order.deadline.remaining_ms())
     return message
 

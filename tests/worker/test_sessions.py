@@ -13,6 +13,7 @@ import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import errors, rpc
+from services.structured.form_places import NUM_PLACES
 from worker import sessions as session
 
 INCARNATION = "a" * 32
@@ -23,6 +24,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
     """A decode worker without an engine."""
 
     def __init__(self, limits: session.SessionLimits) -> None:
+        self.schemas: list[str] = []
         self.commands: list[tuple[session.Session, str]] = []
         self.closed: list[session.Session] = []
         self.arrived = asyncio.Event()
@@ -52,6 +54,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         if self.failure is not None:
             raise self.failure
         self.commands.append((from_session, admit.sequence.id.request_id))
+        self.schemas.append(admit.sequence.json_schema)
         self.arrived.set()
 
     async def _cancel(self, from_session: session.Session, cancel: worker_pb2.Cancel) -> None:
@@ -439,6 +442,26 @@ async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tupl
     await call.write(batch(admit("r2")))
     (event,) = await events_of(call, 1)
     assert (event.id.request_id, event.refused.message) == ("r2", "still there")
+
+
+async def test_a_form_is_put_into_the_orders_that_name_its_place(served: tuple[Worker, Any]) -> None:
+    """Each session has places of its own, and is told how many."""
+    worker, stub = served
+    call = stub.Session()
+    await call.write(batch(hello()))
+    assert (await call.read()).form_places == NUM_PLACES
+    kept, named = admit("r1"), admit("r2")
+    kept.admit.sequence.json_schema, kept.admit.sequence.form_place = "{}", 1
+    named.admit.sequence.form_place = 1
+    await call.write(batch(kept, named, named))
+    async with asyncio.timeout(5):
+        while len(worker.schemas) < 3:
+            await soon(worker.arrived)
+    assert worker.schemas == ["{}"] * 3
+    other = await opened(stub, gateway="e" * 32)
+    await other.write(batch(named))
+    (event,) = await events_of(other, 1)
+    assert event.refused.code == worker_pb2.ERROR_CODE_INVALID_REQUEST
 
 
 @pytest.mark.parametrize("how", ["cancel", "half_close", "channel"])
