@@ -15,6 +15,7 @@ import redis
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.redis_store import Store
 from services.cluster.registry import (
+    LEASE_TTL_S,
     WATCH_POLL_S,
     Membership,
     MembershipView,
@@ -214,6 +215,20 @@ async def test_a_watcher_begins_without_redis(redis_server: EmbeddedRedis, new_r
                 pass
     lease.release()
     await store.close()
+
+
+async def test_each_look_tells_when_leases_were_renewed(
+    store: Store, new_lease: Callable[..., WorkerLease], new_record: NewRecord
+) -> None:
+    """A gateway does not take a worker that renews for dead, however late its answers are."""
+    told: list[dict[str, float]] = []
+    new_lease(new_record())
+    watching = watch_workers(store, on_renewals=lambda ages_s: told.append(dict(ages_s)))
+    async with contextlib.aclosing(watching) as memberships, asyncio.timeout(BACK_S):
+        while not here(await anext(memberships)):
+            pass
+    assert told[-1].keys() == {"prefill-0"}
+    assert 0 <= told[-1]["prefill-0"] < LEASE_TTL_S
 
 
 async def test_a_newer_incarnation_takes_over_and_the_older_one_is_told(
