@@ -1,5 +1,7 @@
 """Orders and events keep their meaning on the wire, and a worker's nonsense is the worker's fault."""
 
+import json
+
 import pytest
 
 from gateway.limits import AskedSampling, ModelLimits, complete_sampling
@@ -9,6 +11,7 @@ from protos import inference_pb2, worker_pb2
 from services.runtime import status
 from services.runtime.clock import Deadline
 from services.runtime.errors import GrammarExhausted, InvalidRequest, NotOffered, WorkerUnavailable
+from services.structured.form_places import KeptForms
 
 LIMITS = ModelLimits(vocab_size=10_000, context_length_tokens=10_000)
 
@@ -64,3 +67,32 @@ def test_a_checked_request_that_a_worker_calls_wrong_is_the_workers_fault(error,
     code, _ = status.to_wire(error("no"))
     failed = worker_pb2.Failed(code=code, message="no")
     assert type(read(worker_pb2.WorkerEvent(failed=failed)).error) is kind
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_form_that_many_answers_share_travels_to_a_worker_once(
+    make_system, worker_type, pair_type, tokenizer, monkeypatch, num_prefill
+):
+    told, restore = [], KeptForms.restore
+
+    def restored(forms, message):
+        told.append(bool(message.json_schema))
+        restore(forms, message)
+
+    monkeypatch.setattr(KeptForms, "restore", restored)
+    system = await make_system()
+    pair = pair_type([*tokenizer.encode('{"a":1}', add_special_tokens=False).ids, 1])
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    if num_prefill:
+        await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    for _ in range(2):
+        response = await system.complete(prompt=[5, 6], n=3, response_format=FORM, max_tokens=100)
+        assert response.status_code == 200, response.text
+    orders = [attempt.spec for worker in system.workers.values() for attempt in worker.attempts]
+    assert [json.loads(order.json_schema)["properties"] for order in orders] == [SCHEMA["properties"]] * len(orders)
+    assert len(told) == len(orders) == 6 * (1 + num_prefill)
+    assert told.count(True) == 1 + num_prefill
