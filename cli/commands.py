@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": (USE, "measure any OpenAI-compatible endpoint: time to first token, between tokens, goodput"),
     "models": (PREPARE, "list the models that were brought to this machine by name"),
     "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
+    "plan": (PREPARE, "find the workers that a workload needs, and what they cost"),
     "replay": (PREPARE, "run a recorded workload through a simulated cluster"),
     "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),
     "man": (PREPARE, "print the manual page"),

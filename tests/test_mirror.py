@@ -74,6 +74,8 @@ TESTED_BY = {
     "decode_worker/config.py": "cli/test_children.py",
     "planning/simulator/html_report.py": "cli/test_replay.py",
     "planning/simulator/report.py": "planning/simulator/test_cluster.py",
+    "planning/planner/page.py": "planning/planner/test_search.py",
+    "planning/planner/question.py": "planning/planner/test_search.py",
     "planning/simulator/decode.py": "planning/simulator/test_cluster.py",
     "planning/simulator/jobs.py": "planning/simulator/test_cluster.py",
     "planning/simulator/prefill.py": "planning/simulator/test_cluster.py",

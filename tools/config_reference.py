@@ -21,6 +21,7 @@ from cli.drain import DrainSettings  # noqa: E402
 from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
 from cli.logs import LogsSettings  # noqa: E402
 from cli.models import ModelsSettings  # noqa: E402
+from cli.plan import PlanSettings  # noqa: E402
 from cli.probe import ProbeSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
 from cli.scale import ScaleSettings  # noqa: E402
@@ -51,6 +52,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,
+    "tandem plan": PlanSettings,
     "tandem replay": ReplaySettings,
     "tandem completion": CompletionSettings,
 }
