@@ -21,7 +21,7 @@ INFEASIBLE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """Finds the cheapest workers that keep targets. Exit code 1: there are none, and it says why."""
+    """Finds the cheapest workers that keep targets. Exit code 1: no workers can, and it says why."""
 
     model: str = option(choice(*NUM_PARAMETERS), default="llama-3.1-70b", help="Model, by the names of step times.")
     gpus: tuple[str, ...] = option(comma_separated(choice(*CATALOGUE)), default=("h100",), help="Kinds of GPUs.")
