@@ -7,7 +7,7 @@ import sys
 import time
 
 from planning.planner import page
-from planning.planner.question import Question, Targets, Workload, kinds_for
+from planning.planner.question import LatencyTargets, Question, Workload, kinds_for
 from planning.planner.search import answer, outcome
 from planning.simulator.profiles import profiles
 
@@ -18,27 +18,43 @@ MODELS = {
     "8B": ("llama-3.1-8b", ("h100",), "h100-"),
     "70B on A100": ("llama-3.1-70b", ("a100",), "a100-"),
 }
-QUESTIONS: list[tuple[str, str, float, tuple[int, int], Targets, int, int]] = [
+QUESTIONS: list[tuple[str, str, float, tuple[int, int], LatencyTargets, int, int]] = [
     # The exercise: 10,000 users, a request each 30 s.
-    ("the exercise: 10,000 users, 2 s to the last token", "70B", 10_000 / 30, (500, 200), Targets(e2e_s=2.0), 10**6, 0),
-    ("2 s to the first token, 50 ms between tokens", "70B", 10_000 / 30, (500, 200), Targets(2.0, 0.05), 10**6, 0),
+    (
+        "the exercise: 10,000 users, 2 s to the last token",
+        "70B",
+        10_000 / 30,
+        (500, 200),
+        LatencyTargets(e2e_s=2.0),
+        10**6,
+        0,
+    ),
+    (
+        "2 s to the first token, 50 ms between tokens",
+        "70B",
+        10_000 / 30,
+        (500, 200),
+        LatencyTargets(2.0, 0.05),
+        10**6,
+        0,
+    ),
     (
         "the exercise, with one worker of each role to lose",
         "70B",
         10_000 / 30,
         (500, 200),
-        Targets(e2e_s=2.0),
+        LatencyTargets(e2e_s=2.0),
         10**6,
         1,
     ),
-    ("the exercise in 1.5 s", "70B", 10_000 / 30, (500, 200), Targets(e2e_s=1.5), 10**6, 0),
-    ("the exercise on at most 64 GPUs", "70B", 10_000 / 30, (500, 200), Targets(e2e_s=2.0), 64, 0),
-    ("long prompts, short answers", "70B", 10.0, (8000, 100), Targets(3.0, 0.05), 10**6, 0),
-    ("short prompts, long answers", "70B", 10.0, (200, 1500), Targets(1.0, 0.03), 10**6, 0),
-    ("a small model, quick", "8B", 50.0, (1000, 200), Targets(0.3, 0.012), 10**6, 0),
-    ("a small model, patient", "8B", 50.0, (1000, 200), Targets(5.0, 0.05), 10**6, 0),
-    ("older GPUs", "70B on A100", 5.0, (1000, 300), Targets(2.0, 0.05), 10**6, 0),
-    ("older GPUs, too quick", "70B on A100", 5.0, (1000, 300), Targets(2.0, 0.015), 10**6, 0),
+    ("the exercise in 1.5 s", "70B", 10_000 / 30, (500, 200), LatencyTargets(e2e_s=1.5), 10**6, 0),
+    ("the exercise on at most 64 GPUs", "70B", 10_000 / 30, (500, 200), LatencyTargets(e2e_s=2.0), 64, 0),
+    ("long prompts, short answers", "70B", 10.0, (8000, 100), LatencyTargets(3.0, 0.05), 10**6, 0),
+    ("short prompts, long answers", "70B", 10.0, (200, 1500), LatencyTargets(1.0, 0.03), 10**6, 0),
+    ("a small model, quick", "8B", 50.0, (1000, 200), LatencyTargets(0.3, 0.012), 10**6, 0),
+    ("a small model, patient", "8B", 50.0, (1000, 200), LatencyTargets(5.0, 0.05), 10**6, 0),
+    ("older GPUs", "70B on A100", 5.0, (1000, 300), LatencyTargets(2.0, 0.05), 10**6, 0),
+    ("older GPUs, too quick", "70B on A100", 5.0, (1000, 300), LatencyTargets(2.0, 0.015), 10**6, 0),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from cli.commands import CommandParser
 from planning.planner import page
-from planning.planner.question import CATALOGUE, NUM_PARAMETERS, Question, Targets, Workload, kinds_for
+from planning.planner.question import CATALOGUE, NUM_PARAMETERS, LatencyTargets, Question, Workload, kinds_for
 from planning.planner.search import answer
 from planning.simulator.profiles import PROFILES_FOLDER, profiles
 from planning.simulator.traces import read_trace
@@ -73,7 +73,7 @@ def question(settings: PlanSettings) -> Question:
         lengths = [(one.num_prompt_tokens, one.num_output_tokens) for one in trace.requests]
     return Question(
         Workload(settings.rate, lengths),
-        Targets(settings.ttft, settings.tpot, settings.e2e, settings.percentile / 100),
+        LatencyTargets(settings.ttft, settings.tpot, settings.e2e, settings.percentile / 100),
         kinds_for(settings.model, known, gpus=settings.gpus, catalogue=catalogue),
         settings.max_gpus,
         settings.redundancy,

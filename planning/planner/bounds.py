@@ -7,7 +7,7 @@ is kept by nobody, so that the nearest feasible target is a little more.
 
 from dataclasses import dataclass
 
-from planning.planner.question import CHUNK_TOKENS, MAX_BATCH, Kind, Targets, Workload
+from planning.planner.question import CHUNK_TOKENS, MAX_BATCH, Kind, LatencyTargets, Workload
 from planning.simulator.report import percentile
 
 MARGIN = 1.05
@@ -32,7 +32,7 @@ def prompt_s(kind: Kind, num_tokens: int) -> float:
     )
 
 
-def alone_s(kind: Kind, targets: Targets, workload: Workload) -> dict[str, float]:
+def alone_s(kind: Kind, *, targets: LatencyTargets, workload: Workload) -> dict[str, float]:
     """Returns TTFT, TPOT and E2E of requests that are alone on their workers, at the targets' percentile."""
     share = targets.percentile
     ttft, tpot, e2e = [], [], []
@@ -49,9 +49,12 @@ def alone_s(kind: Kind, targets: Targets, workload: Workload) -> dict[str, float
     }
 
 
-def impossible(prefill: Kind, decode: Kind, targets: Targets, workload: Workload) -> Bound | None:
+def impossible(prefill: Kind, decode: Kind, *, targets: LatencyTargets, workload: Workload) -> Bound | None:
     """Returns the target that this pair of kinds can never keep, whatever its number, or None."""
-    first, later = alone_s(prefill, targets, workload), alone_s(decode, targets, workload)
+    first, later = (
+        alone_s(prefill, targets=targets, workload=workload),
+        alone_s(decode, targets=targets, workload=workload),
+    )
     longest = max(prompt + answer for prompt, answer in workload.lengths)
     if longest > decode.kv_tokens:
         return Bound(f"pages: {longest} tokens do not fit into the {decode.kv_tokens} of {decode.name}", 0.0, 0.0)
@@ -66,7 +69,7 @@ def impossible(prefill: Kind, decode: Kind, targets: Targets, workload: Workload
     return None
 
 
-def most_per_s(kind: Kind, workload: Workload, step_target_s: float | None) -> tuple[float, int]:
+def most_per_s(kind: Kind, workload: Workload, *, step_target_s: float | None) -> tuple[float, int]:
     """Returns the requests per second that one decode worker ends at best, and the batch it has then.
 
     The batch is as large as the pages, MAX_BATCH and the time of a step allow.
@@ -85,7 +88,7 @@ def most_per_s(kind: Kind, workload: Workload, step_target_s: float | None) -> t
     return low / (max(1.0, workload.mean_answer - 1) * step_s), low
 
 
-def step_target_s(prefill: Kind, targets: Targets, workload: Workload) -> float | None:
+def step_target_s(prefill: Kind, *, targets: LatencyTargets, workload: Workload) -> float | None:
     """Returns how long a step may take: by TPOT, or by what E2E leaves for it."""
     found = [] if targets.tpot_s is None else [targets.tpot_s]
     if targets.e2e_s is not None:
@@ -95,8 +98,8 @@ def step_target_s(prefill: Kind, targets: Targets, workload: Workload) -> float 
     return min(found, default=None)
 
 
-def least_workers(prefill: Kind, decode: Kind, targets: Targets, workload: Workload) -> tuple[float, float]:
+def least_workers(prefill: Kind, decode: Kind, *, targets: LatencyTargets, workload: Workload) -> tuple[float, float]:
     """Returns how many prefill and decode workers the rate needs at least, as fractions."""
     mean_s = sum(prompt_s(prefill, prompt) for prompt, _ in workload.lengths) / len(workload.lengths)
-    per_s, _ = most_per_s(decode, workload, step_target_s(prefill, targets, workload))
+    per_s, _ = most_per_s(decode, workload, step_target_s=step_target_s(prefill, targets=targets, workload=workload))
     return workload.rate_per_s * mean_s / MAX_UTILISATION, workload.rate_per_s / per_s

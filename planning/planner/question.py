@@ -37,7 +37,7 @@ BYTES_PER_PARAMETER = {"fp8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """What requests must keep, in seconds, at a percentile; None: no target."""
 
     ttft_s: float | None = None
@@ -102,7 +102,7 @@ class Question:
     """A workload, its targets, the kinds of workers, the most GPUs, and how many workers of a role may be lost."""
 
     workload: Workload
-    targets: Targets
+    targets: LatencyTargets
     kinds: Sequence[Kind]
     max_gpus: int = 100_000
     redundancy: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from planning.planner.bounds import Bound, impossible, least_workers, step_target_s
-from planning.planner.question import DECODE_CHUNK_TOKENS, Kind, Question, Targets, Workload
+from planning.planner.question import DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question, Workload
 from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.report import answered, e2e_s, percentile, tpot_s, ttft_s
 
@@ -34,7 +34,7 @@ class Outcome:
     busy_prefill: float
     busy_decode: float
 
-    def missed(self, targets: Targets) -> list[str]:
+    def missed(self, targets: LatencyTargets) -> list[str]:
         """Returns the targets that are not kept."""
         rows = (
             ("ttft", self.ttft_s, targets.ttft_s),
@@ -79,7 +79,7 @@ class Plan:
     growth: dict[float, Outcome] = field(default_factory=dict)
     """What it does when the rate is this many times as high."""
     lost: dict[str, list[str]] = field(default_factory=dict)
-    """Targets that are missed while one worker of a role is lost."""
+    """LatencyTargets that are missed while one worker of a role is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ def answer(question: Question) -> Answer:
     bounds, shapes, pools = [], list[Shape](), list[Shape]()
     for prefill in question.kinds:
         for decode in question.kinds:
-            bound = impossible(prefill, decode, question.targets, question.workload)
+            bound = impossible(prefill, decode, targets=question.targets, workload=question.workload)
             if bound is not None:
                 bounds.append(bound)
                 continue
-            least = least_workers(prefill, decode, question.targets, question.workload)
+            least = least_workers(prefill, decode, targets=question.targets, workload=question.workload)
             least_gpus = math.ceil(least[0]) * prefill.num_gpus + math.ceil(least[1]) * decode.num_gpus
             if least_gpus > question.max_gpus:
                 bounds.append(Bound(f"GPUs: at least {least_gpus} are needed", question.max_gpus, least_gpus))
@@ -147,13 +147,16 @@ def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.
 
 def _usual_s(question: Question, shape: Shape) -> float:
     """Returns about how long a request takes that keeps its targets."""
-    workload, step_s = question.workload, step_target_s(shape.prefill, question.targets, question.workload)
+    workload, step_s = (
+        question.workload,
+        step_target_s(shape.prefill, targets=question.targets, workload=question.workload),
+    )
     if step_s is None:
         step_s = 2 * shape.decode.profile.law.decode_at(1).step_s(1, round(workload.mean_prompt))
     return (question.targets.ttft_s or 0.0) / 2 + workload.mean_answer * step_s
 
 
-def _measured(run: Run, targets: Targets) -> Outcome:
+def _measured(run: Run, targets: LatencyTargets) -> Outcome:
     num_all = len(run.jobs)
     jobs = [job for job in answered(run) if WARM_UP * num_all <= job.index <= (1 - COOL_DOWN) * num_all]
 

@@ -38,10 +38,10 @@ def fitted(amounts: Sequence[Sequence[float]], times_s: Sequence[float]) -> Fit:
         if factors[worst] >= 0:
             break
         used.remove(worst)
-    return tried(factors, amounts, times_s)
+    return tried(factors, amounts, times_s=times_s)
 
 
-def tried(factors: Sequence[float], amounts: Sequence[Sequence[float]], times_s: Sequence[float]) -> Fit:
+def tried(factors: Sequence[float], amounts: Sequence[Sequence[float]], *, times_s: Sequence[float]) -> Fit:
     """Returns how close given factors are to rows that they may never have seen."""
     errors = sorted(
         abs(sum(factor * amount for factor, amount in zip(factors, row, strict=True)) / time_s - 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from planning.planner.question import Kind, Question, Targets, Workload
+from planning.planner.question import Kind, LatencyTargets, Question, Workload
 from planning.simulator.laws import LinearLaw
 from planning.simulator.profiles import Profile
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
@@ -14,7 +14,7 @@ KIND = Kind("kind", Profile("kind", LinearLaw(PrefillSpeed(0.01, 1e-4, 1e-9), ST
 def question(
     *,
     rate_per_s: float,
-    targets: Targets,
+    targets: LatencyTargets,
     lengths: Sequence[tuple[int, int]] = ((800, 60),),
     max_gpus: int = 1000,
     redundancy: int = 0,

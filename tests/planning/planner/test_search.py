@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from planning.planner import page
-from planning.planner.question import CATALOGUE, Targets, kinds_for
+from planning.planner.question import CATALOGUE, LatencyTargets, kinds_for
 from planning.planner.search import answer, outcome
 from planning.simulator.profiles import profiles
 from services.runtime.errors import ConfigError
 from tests.planning.planner.small import question
 
-TARGETS = Targets(ttft_s=0.4, tpot_s=0.02)
+TARGETS = LatencyTargets(ttft_s=0.4, tpot_s=0.02)
 
 
 @pytest.mark.parametrize("rate_per_s", [8.0, 40.0])
@@ -45,10 +45,10 @@ def test_a_limit_of_gpus_that_is_too_low_says_what_they_would_do() -> None:
 
 
 def test_what_is_impossible_is_said_and_the_nearest_target_is_possible() -> None:
-    found = answer(question(rate_per_s=1.0, targets=Targets(tpot_s=0.005)))
+    found = answer(question(rate_per_s=1.0, targets=LatencyTargets(tpot_s=0.005)))
     assert found.best is found.one_pool is None
     assert found.bound is not None
-    assert answer(question(rate_per_s=1.0, targets=Targets(tpot_s=found.bound.nearest_s))).best is not None
+    assert answer(question(rate_per_s=1.0, targets=LatencyTargets(tpot_s=found.bound.nearest_s))).best is not None
 
 
 def test_more_load_breaks_what_is_just_enough_and_the_report_says_so() -> None:

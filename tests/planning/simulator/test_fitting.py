@@ -25,7 +25,7 @@ def test_a_factor_that_would_be_negative_is_0_and_the_rest_is_fitted_without_it(
 
 
 def test_errors_are_relative_to_each_row_and_of_rows_never_seen() -> None:
-    found = tried((2.0,), [(1.0,), (10.0,), (100.0,), (50.0,)], [2.0, 20.0, 100.0, 100.0])
+    found = tried((2.0,), [(1.0,), (10.0,), (100.0,), (50.0,)], times_s=[2.0, 20.0, 100.0, 100.0])
     assert (found.mean_error, found.worst_error, found.p95_error) == pytest.approx((0.25, 1.0, 1.0))
     assert str(found) == "error mean 25.0%, p95 100.0%, worst 100.0%"
 
