@@ -1,14 +1,11 @@
 """The alerts on what requests meet: errors, waits, and no room. Those on parts of the cluster are in `parts`."""
 
 from deploy.monitoring.source import thresholds as limit
-from deploy.monitoring.source.model import TEN_MINUTES, Alert, Case
+from deploy.monitoring.source.model import Alert
 from deploy.monitoring.source.recording import errors
 
-_ENDED = 'tandem_request_duration_seconds_count{outcome="finished"}'
-_ERROR = 'tandem_refused_requests_total{code="internal_error"}'
 
-
-def _burn(factor: float, long: str, short: str, severity: str, for_: str, case: Case) -> Alert:
+def _burn(factor: float, long: str, short: str, severity: str, for_: str) -> Alert:
     return Alert(
         name=f"TandemErrorBudgetBurn{long}",
         expr=f"{errors(long)} > {factor:g} * {limit.ERROR_BUDGET:g} and "
@@ -19,70 +16,14 @@ def _burn(factor: float, long: str, short: str, severity: str, for_: str, case: 
         meaning=f"Requests fail {factor:g} times as often as the error budget allows, over {long} and over {short}.",
         look="tandem_refused_requests_total by code, the request log's failed lines, traces of failed requests.",
         action="Take what changed last back; for one code, see its entry in docs/operations.md.",
-        cases=(case,),
     )
 
 
-def _ttft(at_most: str) -> str:
-    return f'tandem_time_to_first_token_seconds_bucket{{model="m",service_class="normal",le="{at_most}"}}'
-
-
-def _itl(at_most: str) -> str:
-    return f'tandem_inter_token_latency_seconds_bucket{{model="m",service_class="normal",le="{at_most}"}}'
-
-
 ALERTS = (
-    _burn(
-        14.4,
-        "1h",
-        "5m",
-        "critical",
-        "2m",
-        Case(
-            fires={_ENDED: "0+60x120", _ERROR: "0+2x120"},
-            quiet={_ENDED: "0+60x120", _ERROR: "0+2x60 120x60"},
-            at=90,
-        ),
-    ),
-    _burn(
-        6,
-        "6h",
-        "30m",
-        "critical",
-        "15m",
-        Case(
-            fires={_ENDED: "0+600x48", _ERROR: "0+6x48"},
-            quiet={_ENDED: "0+600x48", _ERROR: "0+1x48"},
-            at=420,
-            step_minutes=TEN_MINUTES,
-        ),
-    ),
-    _burn(
-        3,
-        "1d",
-        "2h",
-        "warning",
-        "1h",
-        Case(
-            fires={_ENDED: "0+1000x160", _ERROR: "0+4x160"},
-            quiet={_ENDED: "0+1000x160", _ERROR: "0+2x160"},
-            at=1500,
-            step_minutes=TEN_MINUTES,
-        ),
-    ),
-    _burn(
-        1,
-        "3d",
-        "6h",
-        "warning",
-        "3h",
-        Case(
-            fires={_ENDED: "0+10000x460", _ERROR: "0+15x460"},
-            quiet={_ENDED: "0+10000x460", _ERROR: "0+5x460"},
-            at=4500,
-            step_minutes=TEN_MINUTES,
-        ),
-    ),
+    _burn(14.4, "1h", "5m", "critical", "2m"),
+    _burn(6, "6h", "30m", "critical", "15m"),
+    _burn(3, "1d", "2h", "warning", "1h"),
+    _burn(1, "3d", "6h", "warning", "3h"),
     Alert(
         name="TandemTimeToFirstTokenHigh",
         expr=f"tandem:ttft_seconds:p99 > {limit.TTFT_P99_S:g}",
@@ -92,13 +33,6 @@ ALERTS = (
         meaning=f"People wait longer than {limit.TTFT_P99_S:g} s for the beginning of one answer in a hundred.",
         look="the phases queue and prefill of the model's dashboard, and the utilisation of prefill workers.",
         action="Add prefill workers; if the queue alone is long, see TandemQueueLong.",
-        cases=(
-            Case(
-                fires={_ttft("0.5"): "0+5x40", _ttft("2.5"): "0+6x40", _ttft("5"): "0+10x40", _ttft("+Inf"): "0+10x40"},
-                quiet={_ttft("0.5"): "0+10x40", _ttft("2.5"): "0+10x40", _ttft("+Inf"): "0+10x40"},
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemInterTokenLatencyHigh",
@@ -109,13 +43,6 @@ ALERTS = (
         meaning=f"One token in a hundred takes more than {limit.ITL_P99_S:g} s: answers stutter.",
         look="step times, batch sizes and preemptions of the decode workers, and the gateway's event loop.",
         action="Add decode workers or lower --max-batch; if pages are short, see TandemKvNearlyFull.",
-        cases=(
-            Case(
-                fires={_itl("0.1"): "0+90x40", _itl("0.5"): "0+100x40", _itl("+Inf"): "0+100x40"},
-                quiet={_itl("0.1"): "0+100x40", _itl("0.5"): "0+100x40", _itl("+Inf"): "0+100x40"},
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemQueueLong",
@@ -127,19 +54,6 @@ ALERTS = (
         meaning="More requests wait than are answered: the cluster gets more work than it does.",
         look="ready workers, utilisation by role, and whether one tenant sends most of it.",
         action="Add workers of the busier role, or lower --max-queued-requests so that clients hear of it sooner.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_requests{model="m",service_class="normal",state="queued"}': "90x40",
-                    'tandem_requests{model="m",service_class="normal",state="running"}': "40x40",
-                },
-                quiet={
-                    'tandem_requests{model="m",service_class="normal",state="queued"}': "90x40",
-                    'tandem_requests{model="m",service_class="normal",state="running"}': "200x40",
-                },
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemOverloaded",
@@ -151,13 +65,6 @@ ALERTS = (
         meaning="More than 5 % of the requests are refused because the cluster is full; `reason` says what is short.",
         look="the panel of refusals: pages and itl point at decode workers, ttft and deadline at prefill workers.",
         action="Add workers of that role; clients that obey Retry-After come back by themselves.",
-        cases=(
-            Case(
-                fires={_ENDED: "0+60x40", 'tandem_overload_refusals_total{reason="queue"}': "0+6x40"},
-                quiet={_ENDED: "0+60x40", 'tandem_overload_refusals_total{reason="queue"}': "0+1x40"},
-                labels={"reason": "queue"},
-            ),
-        ),
     ),
     Alert(
         name="TandemCacheHitsCollapsed",
@@ -169,21 +76,6 @@ ALERTS = (
         meaning="Prompts share less with earlier ones than over the last day, so prefill workers compute more.",
         look="restarts of workers, a changed system prompt or chat template, and `--routing`.",
         action="Put what varies in a prompt behind what does not; a restart's cold caches fill by themselves.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_prefix_queried_tokens_total{model="m"}': "0+100x60",
-                    'tandem_prefix_hit_tokens_total{model="m"}': "0+60x50 3000+5x10",
-                },
-                quiet={
-                    'tandem_prefix_queried_tokens_total{model="m"}': "0+100x60",
-                    'tandem_prefix_hit_tokens_total{model="m"}': "0+60x60",
-                },
-                at=590,
-                step_minutes=TEN_MINUTES,
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemRequestQuarantined",
@@ -194,13 +86,6 @@ ALERTS = (
         meaning="One request killed worker after worker, and is refused from now on.",
         look="the gateway's log for its id, and the last words of the workers that died.",
         action="Reproduce it on one worker apart; block the tenant that sends it until it is repaired.",
-        cases=(
-            Case(
-                fires={"tandem_quarantined_requests_total": "0x20 1x20"},
-                quiet={"tandem_quarantined_requests_total": "1x40"},
-                at=25,
-            ),
-        ),
     ),
     Alert(
         name="TandemFallbacks",
@@ -211,12 +96,5 @@ ALERTS = (
         meaning="Requests for a model are answered by another one, as the catalog allows.",
         look="whether the model asked for has workers and room.",
         action="Add workers of the model, or take the fallback out of the catalog.",
-        cases=(
-            Case(
-                fires={'tandem_fallbacks_total{asked="a",answering="b",reason="overloaded"}': "0+1x40"},
-                quiet={'tandem_fallbacks_total{asked="a",answering="b",reason="overloaded"}': "7x40"},
-                labels={"asked": "a", "answering": "b"},
-            ),
-        ),
     ),
 )

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from deploy.monitoring.source import alerts, parts
+from deploy.monitoring.source.cases import CASES, RECORDED
 from deploy.monitoring.source.dashboards import DASHBOARDS
-from deploy.monitoring.source.model import MINUTE, TEN_MINUTES, Group, tests_of
+from deploy.monitoring.source.model import MINUTE, TEN_MINUTES, Group, test_of_recorded, tests_of
 from deploy.monitoring.source.recording import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,8 +56,18 @@ def files() -> dict[Path, str]:
 
 def _tests(step_minutes: int) -> str:
     """Returns promtool's tests of the alerts with series of these steps; those of days take long in single minutes."""
-    tests = [test for alert in ALERTS for test in tests_of(alert, step_minutes)]
-    return _yaml({"rule_files": ["rules.yml"], "evaluation_interval": f"{step_minutes}m", "tests": tests})
+    tests = [test for alert in ALERTS for test in tests_of(alert, CASES[alert.name], step_minutes)]
+    if step_minutes == MINUTE:
+        tests += [test_of_recorded(name, case) for name, case in RECORDED.items()]
+    return _yaml(
+        {
+            "rule_files": ["rules.yml"],
+            "evaluation_interval": f"{step_minutes}m",
+            # Without it promtool evaluates the groups in any order, and alerts see a recorded series a step later.
+            "group_eval_order": [group.name for group in GROUPS],
+            "tests": tests,
+        }
+    )
 
 
 def _yaml(content: dict[str, Any]) -> str:

@@ -14,16 +14,26 @@ MINUTE, TEN_MINUTES = 1, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the series must be for an alert to fire, and not to fire, `at` minutes after their beginning.
+    """What the series must be for an alert to fire `at` minutes after their beginning, and not one step sooner.
 
-    `labels` are some that the firing alert must have; `step_minutes` is the time between two values.
+    With the series of `quiet` it never fires within `until` minutes. `labels` are some that the firing alert must have;
+    `step_minutes` is the time between two values.
     """
 
     fires: Series
     quiet: Series
-    at: int = 30
+    at: int
+    until: int = 30
     step_minutes: int = MINUTE
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordedCase:
+    """Series, and the samples that a rule has recorded of them after five minutes, by their labels."""
+
+    series: Series
+    samples: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,6 @@ class Alert:
     meaning: str
     look: str
     action: str
-    cases: Sequence[Case]
 
     def rule(self) -> dict[str, Any]:
         """Returns the alert as Prometheus reads it."""
@@ -69,28 +78,40 @@ class Group:
         return {"name": self.name, "rules": [*recorded, *(alert.rule() for alert in self.alerts)]}
 
 
-def tests_of(alert: Alert, step_minutes: int) -> list[dict[str, Any]]:
-    """Returns promtool's tests of an alert in steps of some minutes: that it fires, and that it does not."""
+def tests_of(alert: Alert, cases: Sequence[Case], step_minutes: int) -> list[dict[str, Any]]:
+    """Returns promtool's tests of an alert in steps of some minutes: that it fires in time, and that it does not."""
     found = []
-    for number, case in enumerate(alert.cases, 1):
+    for number, case in enumerate(cases, 1):
         if case.step_minutes != step_minutes:
             continue
-        labels = {"alertname": alert.name, "alertstate": "firing", "severity": alert.severity, **case.labels}
+        firing = f'ALERTS{{alertname="{alert.name}",alertstate="firing"}}'
+        labels = {"severity": alert.severity, **case.labels}
         selector = ",".join(f'{name}="{value}"' for name, value in labels.items())
-        for fires, series in ((True, case.fires), (False, case.quiet)):
-            expected = [{"labels": "{}", "value": 1}] if fires else []
-            found.append(
-                {
-                    "name": f"{alert.name} {number} {'fires' if fires else 'does not fire'}",
-                    "interval": f"{step_minutes}m",
-                    "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                    "promql_expr_test": [
-                        {
-                            "expr": f"count(count by (alertname) (ALERTS{{{selector}}}))",
-                            "eval_time": f"{case.at}m",
-                            "exp_samples": expected,
-                        }
-                    ],
-                }
-            )
+        # Of all that fires exactly one has the labels.
+        one = f"count({firing[:-1]},{selector}}}) == count({firing}) == 1"
+        too_soon = [_asked(f"count({firing})", case.at - step_minutes, {})] if case.at >= step_minutes else []
+        in_time = [*too_soon, _asked(one, case.at, {"{}": 1})]
+        never = [_asked(f"count(count_over_time({firing}[{case.until + 1}m]))", case.until, {})]
+        for what, series, asked in (("fires", case.fires, in_time), ("does not fire", case.quiet, never)):
+            found.append(_test(f"{alert.name} {number} {what}", series, asked, step_minutes))
     return found
+
+
+def test_of_recorded(name: str, case: RecordedCase) -> dict[str, Any]:
+    """Returns promtool's test of a recorded series."""
+    samples = {f"{name}{labels}": value for labels, value in case.samples.items()}
+    return _test(name, case.series, [_asked(name, 5, samples)], MINUTE)
+
+
+def _test(name: str, series: Series, asked: list[dict[str, Any]], step_minutes: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "interval": f"{step_minutes}m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": asked,
+    }
+
+
+def _asked(expr: str, minute: int, samples: Mapping[str, float]) -> dict[str, Any]:
+    expected = [{"labels": labels, "value": value} for labels, value in samples.items()]
+    return {"expr": expr, "eval_time": f"{minute}m", "exp_samples": expected}

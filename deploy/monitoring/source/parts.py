@@ -1,25 +1,12 @@
 """The alerts on gateways, workers, handoffs and Redis: what is broken, or soon will be."""
 
 from deploy.monitoring.source import thresholds as limit
-from deploy.monitoring.source.model import Alert, Case
+from deploy.monitoring.source.model import Alert
 
 _LOOK = "`tandem status` and `tandem doctor`, which name cause and remedy."
 
 
-def _workers(role: str, state: str) -> str:
-    return f'tandem_workers{{role="{role}",state="{state}"}}'
-
-
-def _pages(state: str) -> str:
-    return f'tandem_kv_pages{{role="decode",worker="d-0",state="{state}"}}'
-
-
-def _info(role: str, worker: str, layout: str = "f") -> str:
-    facts = f'model="m",version="1",host="h",region="",layout="{layout}"'
-    return f'tandem_worker_info{{role="{role}",worker="{worker}",{facts}}}'
-
-
-def _certificate(days: int, severity: str, left_s: int) -> Alert:
+def _certificate(days: int, severity: str) -> Alert:
     return Alert(
         name=f"TandemCertificateEnds{'Now' if severity == 'critical' else 'Soon'}",
         expr=f"tandem_tls_certificate_end_timestamp_seconds - time() < {days} * 86400",
@@ -29,25 +16,10 @@ def _certificate(days: int, severity: str, left_s: int) -> Alert:
         meaning="When it has ended, no process of the cluster accepts this one any longer.",
         look="what renews it (cert-manager, a timer), and whether the files have changed.",
         action="Renew it and replace the files; they are read again without a restart.",
-        cases=(
-            Case(
-                fires={'tandem_tls_certificate_end_timestamp_seconds{instance="g"}': f"{left_s}x40"},
-                quiet={'tandem_tls_certificate_end_timestamp_seconds{instance="g"}': "99999999x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     )
 
 
 def _imbalance(busy: str, idle: str, advice: str) -> Alert:
-    def steps(of_busy: str, of_idle: str) -> dict[str, str]:
-        return {
-            _info(busy, "b"): "1x60",
-            _info(idle, "i"): "1x60",
-            'tandem_step_seconds_sum{worker="b"}': of_busy,
-            'tandem_step_seconds_sum{worker="i"}': of_idle,
-        }
-
     role = 'avg by (model) (tandem:worker_utilisation:ratio{role="%s"})'
     return Alert(
         name=f"Tandem{busy.capitalize()}IsTheBottleneck",
@@ -58,9 +30,6 @@ def _imbalance(busy: str, idle: str, advice: str) -> Alert:
         meaning=f"The cluster has too few {busy} workers for the {idle} workers it has.",
         look="utilisation by role, and lengths of prompts and answers, whose mix may have changed.",
         action=advice,
-        cases=(
-            Case(fires=steps("0+57x60", "0+6x60"), quiet=steps("0+57x60", "0+48x60"), at=50, labels={"model": "m"}),
-        ),
     )
 
 
@@ -74,12 +43,6 @@ GATEWAYS = (
         meaning="Nothing answers requests, or Prometheus cannot reach what does.",
         look="the gateways' processes or pods, their /health, and Prometheus' page of targets.",
         action="Start one; a gateway needs Redis at its start and serves when a decode worker is ready.",
-        cases=(
-            Case(
-                fires={'tandem_build_info{program="decode-worker"}': "1x40"},
-                quiet={'tandem_build_info{program="gateway"}': "1x40"},
-            ),
-        ),
     ),
     Alert(
         name="TandemGatewayDown",
@@ -90,13 +53,6 @@ GATEWAYS = (
         meaning="The process has ended, hangs, or asks for a key that Prometheus does not show.",
         look="its log and /health; Prometheus' page of targets has the error.",
         action="Restart it; clients of its streams continue at another gateway where they have named their requests.",
-        cases=(
-            Case(
-                fires={'up{job="tandem-gateway",instance="g"}': "0x40"},
-                quiet={'up{job="tandem-gateway",instance="g"}': "1x40", 'up{job="other",instance="o"}': "0x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     ),
     Alert(
         name="TandemGatewaysFewer",
@@ -107,18 +63,6 @@ GATEWAYS = (
         meaning="Fewer gateways run than within the last half hour. It ends by itself after a wanted scaling down.",
         look="pods that are pending or evicted, and nodes that are gone.",
         action="Bring the replicas back; the others serve all requests meanwhile, if they have room.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_build_info{program="gateway",instance="a"}': "1x40",
-                    'tandem_build_info{program="gateway",instance="b"}': "1x20 stale",
-                },
-                quiet={
-                    'tandem_build_info{program="gateway",instance="a"}': "1x40",
-                    'tandem_build_info{program="gateway",instance="b"}': "1x40",
-                },
-            ),
-        ),
     ),
     Alert(
         name="TandemGatewayBusy",
@@ -129,13 +73,6 @@ GATEWAYS = (
         meaning="A gateway has one thread. Near 1, tokens wait for it, however fast workers are.",
         look="tandem_token_hold_seconds and the number of connections.",
         action="Add gateways behind the balancer.",
-        cases=(
-            Case(
-                fires={'tandem_event_loop_busy_ratio{instance="g"}': "0.97x40"},
-                quiet={'tandem_event_loop_busy_ratio{instance="g"}': "0.6x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     ),
     Alert(
         name="TandemFileDescriptorsNearlyGone",
@@ -146,19 +83,6 @@ GATEWAYS = (
         meaning="At the limit, no connection is accepted.",
         look="tandem_http_connections and `--max-connections`.",
         action="Raise the limit of open files (LimitNOFILE), or add gateways.",
-        cases=(
-            Case(
-                fires={
-                    'process_open_fds{job="tandem-gateway",instance="g"}': "950x40",
-                    'process_max_fds{job="tandem-gateway",instance="g"}': "1024x40",
-                },
-                quiet={
-                    'process_open_fds{job="tandem-gateway",instance="g"}': "100x40",
-                    'process_max_fds{job="tandem-gateway",instance="g"}': "1024x40",
-                },
-                labels={"instance": "g"},
-            ),
-        ),
     ),
 )
 
@@ -172,19 +96,12 @@ WORKERS = (
         meaning="No request can be answered: they wait, and then fail with 503.",
         look=_LOOK,
         action="Start decode workers; where they start and leave again, their last log lines say why.",
-        cases=(
-            Case(
-                fires={_workers("decode", "ready"): "2x10 0x30", _workers("prefill", "ready"): "2x40"},
-                quiet={_workers("decode", "ready"): "1x40", _workers("prefill", "ready"): "0x40"},
-                labels={"role": "decode"},
-            ),
-        ),
     ),
     Alert(
         name="TandemNoPrefillWorkerReady",
         expr='tandem:workers_ready{role="prefill"} == 0 and '
-        '(max_over_time(tandem:workers_ready{role="prefill"}[6h]) > 0 '
-        'or on (role) max by (role) (tandem_expected_workers{role="prefill"}) > 0)',
+        "(max_over_time(tandem:workers_ready[6h]) > 0 "
+        "or on (role) max by (role) (tandem_expected_workers) > 0)",
         for_="1m",
         severity="critical",
         summary="no prefill worker is ready",
@@ -192,17 +109,6 @@ WORKERS = (
         "prefill workers and expects none does not fire this.",
         look=_LOOK,
         action="Start prefill workers; where they start and leave again, their last log lines say why.",
-        cases=(
-            Case(
-                fires={_workers("prefill", "ready"): "2x10 0x30"},
-                quiet={_workers("prefill", "ready"): "0x40"},
-                labels={"role": "prefill"},
-            ),
-            Case(
-                fires={_workers("prefill", "ready"): "0x40", 'tandem_expected_workers{role="prefill"}': "2x40"},
-                quiet={_workers("prefill", "ready"): "1x40", 'tandem_expected_workers{role="prefill"}': "2x40"},
-            ),
-        ),
     ),
     Alert(
         name="TandemWorkersMissing",
@@ -213,13 +119,6 @@ WORKERS = (
         meaning="Fewer workers are ready than `--expect` names.",
         look=_LOOK,
         action="Start them, or change `--expect`.",
-        cases=(
-            Case(
-                fires={_workers("decode", "ready"): "3x40", 'tandem_expected_workers{role="decode"}': "4x40"},
-                quiet={_workers("decode", "ready"): "4x40", 'tandem_expected_workers{role="decode"}': "4x40"},
-                labels={"role": "decode"},
-            ),
-        ),
     ),
     Alert(
         name="TandemWorkersFlapping",
@@ -230,14 +129,6 @@ WORKERS = (
         meaning="Workers died, or lost their lease, several times within half an hour.",
         look="out-of-memory kills, the last log lines of the workers, `dmesg` for Xid errors.",
         action="Take the machine or the GPU out; if one request kills them, it is quarantined by itself.",
-        cases=(
-            Case(
-                fires={'tandem_vanished_workers_total{role="decode"}': "0x10 1x5 2x5 3x5 4x20"},
-                quiet={'tandem_vanished_workers_total{role="decode"}': "0x10 1x40"},
-                at=28,
-                labels={"role": "decode"},
-            ),
-        ),
     ),
     Alert(
         name="TandemWorkerFenced",
@@ -248,16 +139,6 @@ WORKERS = (
         meaning="A gateway has found the worker slow, silent or erring, or its GPU in trouble.",
         look="/cluster or `tandem status`, which say which of them, and the worker's log.",
         action="Nothing if it comes back by itself; else drain it and restart it elsewhere.",
-        cases=(
-            Case(
-                fires={'tandem_worker_circuit{role="decode",worker="d-0",state="open"}': "1x40"},
-                quiet={
-                    'tandem_worker_circuit{role="decode",worker="d-0",state="open"}': "0x40",
-                    'tandem_worker_circuit{role="decode",worker="d-0",state="closed"}': "1x40",
-                },
-                labels={"worker": "d-0", "role": "decode"},
-            ),
-        ),
     ),
     Alert(
         name="TandemCircuitsFlapping",
@@ -268,13 +149,6 @@ WORKERS = (
         meaning="Circuits opened more than five times within half an hour.",
         look="which workers: tandem_worker_circuit over the last hour.",
         action="Take the worker out by `tandem drain`, and look at its machine.",
-        cases=(
-            Case(
-                fires={'tandem_circuit_openings{cause="slow"}': "0+1x40"},
-                quiet={'tandem_circuit_openings{cause="slow"}': "3x40"},
-                labels={"cause": "slow"},
-            ),
-        ),
     ),
     Alert(
         name="TandemWorkerUnscraped",
@@ -285,13 +159,6 @@ WORKERS = (
         meaning="Utilisation, steps and transfers of this worker are not known. It may work all the same.",
         look="Prometheus' page of targets, and network policies.",
         action="Open the metrics port to Prometheus.",
-        cases=(
-            Case(
-                fires={'up{job="tandem-workers",instance="w"}': "0x40"},
-                quiet={'up{job="tandem-workers",instance="w"}': "1x40"},
-                labels={"instance": "w"},
-            ),
-        ),
     ),
     Alert(
         name="TandemKvNearlyFull",
@@ -303,13 +170,6 @@ WORKERS = (
         meaning="New answers wait for pages, and running ones are preempted.",
         look="preemptions, lengths of prompts and answers, and refusals for `pages`.",
         action="Add decode workers, raise --kv-memory, or give them a host tier.",
-        cases=(
-            Case(
-                fires={_info("decode", "d-0"): "1x40", _pages("used"): "98x40", _pages("free"): "2x40"},
-                quiet={_info("decode", "d-0"): "1x40", _pages("used"): "60x40", _pages("cached"): "40x40"},
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemWorkersSaturated",
@@ -320,14 +180,6 @@ WORKERS = (
         meaning=f"Above {limit.UTILISATION_HIGH:.0%} queues grow with each burst.",
         look="the trend of the last days.",
         action="Add workers of the role.",
-        cases=(
-            Case(
-                fires={_info("decode", "d-0"): "1x60", 'tandem_step_seconds_sum{worker="d-0"}': "0+57x60"},
-                quiet={_info("decode", "d-0"): "1x60", 'tandem_step_seconds_sum{worker="d-0"}': "0+40x60"},
-                at=50,
-                labels={"role": "decode", "model": "m"},
-            ),
-        ),
     ),
     _imbalance(
         "prefill", "decode", "Turn a decode worker into a prefill worker, or set --local-prefill-tokens higher."
@@ -343,17 +195,6 @@ WORKERS = (
         meaning="Such workers cannot hand over to one another, so they are paired only within a layout.",
         look="tandem_worker_info by layout; it is wanted during a blue/green change, and at no other time.",
         action="Give all workers of a model the same --page-size, --dtype and degrees of parallelism.",
-        cases=(
-            Case(
-                fires={_info("prefill", "p-0", "a"): "1x40", _info("decode", "d-0", "b"): "1x40"},
-                quiet={_info("prefill", "p-0", "a"): "1x40", _info("decode", "d-0", "a"): "1x40"},
-                labels={"model": "m"},
-            ),
-            Case(
-                fires={'tandem_retries_total{reason="layout_mismatch"}': "0+1x40"},
-                quiet={'tandem_retries_total{reason="layout_mismatch"}': "4x40"},
-            ),
-        ),
     ),
     Alert(
         name="TandemGpuInTrouble",
@@ -365,16 +206,6 @@ WORKERS = (
         meaning="It is throttled or too hot, or has had errors; it gets less work, or none.",
         look="`tandem status`, `nvidia-smi -q`, and `dmesg` for Xid errors.",
         action="Drain the worker, and have the machine seen to.",
-        cases=(
-            Case(
-                fires={'tandem_worker_gpu{role="decode",worker="d-0",state="out"}': "1x40"},
-                quiet={
-                    'tandem_worker_gpu{role="decode",worker="d-0",state="out"}': "0x40",
-                    'tandem_worker_gpu_temperature_celsius{role="decode",worker="d-0"}': "70x40",
-                },
-                labels={"worker": "d-0"},
-            ),
-        ),
     ),
 )
 
@@ -389,18 +220,6 @@ HANDOFFS = (
         meaning="Pages do not arrive as they left; each failure costs a prompt that is computed again.",
         look="tandem_transfer_faults_total by reason, and the trouble `link` (packets that are too large).",
         action="Look after the network between the workers; `--transport tcp` takes shared memory and GPUs out.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_retries_total{reason="transfer_failed"}': "0+3x40",
-                    'tandem_sent_attempts_total{role="prefill",worker="p-0"}': "0+100x40",
-                },
-                quiet={
-                    'tandem_retries_total{reason="transfer_failed"}': "3x40",
-                    'tandem_sent_attempts_total{role="prefill",worker="p-0"}': "0+100x40",
-                },
-            ),
-        ),
     ),
     Alert(
         name="TandemAnswersComputedAgain",
@@ -412,19 +231,6 @@ HANDOFFS = (
         meaning="Workers fail in the middle of answers. Clients notice a pause only; the work is done twice.",
         look="tandem_retries_total by reason.",
         action="For worker_lost see TandemWorkersFlapping, for transfer_failed TandemHandoffsFailing.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_failovers_total{model="m"}': "0+10x40",
-                    'tandem_request_generated_tokens_count{model="m"}': "0+100x40",
-                },
-                quiet={
-                    'tandem_failovers_total{model="m"}': "0+1x40",
-                    'tandem_request_generated_tokens_count{model="m"}': "0+100x40",
-                },
-                labels={"model": "m"},
-            ),
-        ),
     ),
     Alert(
         name="TandemRetriesDelayed",
@@ -435,13 +241,6 @@ HANDOFFS = (
         meaning="So much fails that retries would be a load of their own; they are slowed down.",
         look="tandem_retries_total by reason, and the workers that went.",
         action="Repair what fails; the budget of retries refills by itself.",
-        cases=(
-            Case(
-                fires={'tandem_delayed_retries_total{instance="g"}': "0+5x40"},
-                quiet={'tandem_delayed_retries_total{instance="g"}': "5x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     ),
 )
 
@@ -455,12 +254,6 @@ STORE = (
         meaning="Running and new requests continue, but no worker can join, and files and batches wait.",
         look="Redis itself and the network to it; the gateway's log has the error.",
         action="Bring Redis back: leases are back within 3 s, and an empty one does no harm to requests.",
-        cases=(
-            Case(
-                fires={'tandem_redis_up{instance="a"}': "1x10 0x30", 'tandem_redis_up{instance="b"}': "1x40"},
-                quiet={'tandem_redis_up{instance="a"}': "1x40"},
-            ),
-        ),
     ),
     Alert(
         name="TandemRedisSlow",
@@ -471,42 +264,20 @@ STORE = (
         meaning="Limits of tenants and named requests wait for one call each.",
         look="what else uses Redis or its machine.",
         action="Move Redis nearer to the gateways.",
-        cases=(
-            Case(
-                fires={'tandem_redis_round_trip_seconds{instance="g"}': "0.2x40"},
-                quiet={'tandem_redis_round_trip_seconds{instance="g"}': "0.001x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     ),
     Alert(
         name="TandemRedisMemoryShort",
         expr="max by (kind) (tandem_redis_memory_bytes / (tandem_redis_memory_limit_bytes > 0)) > 0.9 "
-        "or max by (kind) (tandem_redis_evicted_keys) > 0",
+        "or max(tandem_redis_evicted_keys) > 0",
         for_="5m",
         severity="warning",
         summary="Redis runs out of memory: {{ $labels.kind }}",
         meaning="Files or journals are refused when it is full; keys that it evicts are lost.",
         look="tandem_redis_memory_bytes by kind, and old files and batches.",
         action="Delete files, or raise maxmemory and --file-storage; maxmemory-policy must be noeviction.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_redis_memory_bytes{kind="used"}': "95x40",
-                    'tandem_redis_memory_limit_bytes{kind="used"}': "100x40",
-                },
-                quiet={
-                    'tandem_redis_memory_bytes{kind="used"}': "95x40",
-                    'tandem_redis_memory_limit_bytes{kind="used"}': "0x40",
-                    "tandem_redis_evicted_keys": "0x40",
-                },
-                labels={"kind": "used"},
-            ),
-            Case(fires={"tandem_redis_evicted_keys": "3x40"}, quiet={"tandem_redis_evicted_keys": "0x40"}),
-        ),
     ),
-    _certificate(limit.CERTIFICATE_WARNING_DAYS, "warning", 5 * 86400),
-    _certificate(limit.CERTIFICATE_CRITICAL_DAYS, "critical", 3600),
+    _certificate(limit.CERTIFICATE_WARNING_DAYS, "warning"),
+    _certificate(limit.CERTIFICATE_CRITICAL_DAYS, "critical"),
     Alert(
         name="TandemKeyFileBroken",
         expr='max(tandem_troubles{kind="api_keys"}) > 0',
@@ -516,11 +287,6 @@ STORE = (
         meaning="Keys that were added do not work, and keys that were taken out still do.",
         look="the gateway's log, which names line and rule.",
         action="Repair the file; it is read again within a second.",
-        cases=(
-            Case(
-                fires={'tandem_troubles{kind="api_keys"}': "1x40"}, quiet={'tandem_troubles{kind="api_keys"}': "0x40"}
-            ),
-        ),
     ),
     Alert(
         name="TandemTrouble",
@@ -531,13 +297,6 @@ STORE = (
         meaning="A clock is wrong, a worker is left out or unreachable, a link loses packets, or Redis needs care.",
         look=_LOOK,
         action="What `tandem doctor` says.",
-        cases=(
-            Case(
-                fires={'tandem_troubles{kind="clock"}': "1x40"},
-                quiet={'tandem_troubles{kind="clock"}': "0x40", 'tandem_troubles{kind="redis"}': "1x40"},
-                labels={"kind": "clock"},
-            ),
-        ),
     ),
     Alert(
         name="TandemSpansDropped",
@@ -548,13 +307,6 @@ STORE = (
         meaning="The collector of traces does not take them; requests are not affected.",
         look="the collector, and OTEL_EXPORTER_OTLP_ENDPOINT.",
         action="Repair the collector, or sample less.",
-        cases=(
-            Case(
-                fires={'tandem_spans_dropped_total{instance="g"}': "0+9x40"},
-                quiet={'tandem_spans_dropped_total{instance="g"}': "9x40"},
-                labels={"instance": "g"},
-            ),
-        ),
     ),
     Alert(
         name="TandemVersionsDiffer",
@@ -565,15 +317,5 @@ STORE = (
         meaning="A rollout has stopped half way.",
         look="tandem_build_info by version and instance.",
         action="Finish it or take it back.",
-        cases=(
-            Case(
-                fires={
-                    'tandem_build_info{program="gateway",version="1"}': "1x200",
-                    'tandem_build_info{program="gateway",version="2"}': "1x200",
-                },
-                quiet={'tandem_build_info{program="gateway",version="1"}': "1x200"},
-                at=180,
-            ),
-        ),
     ),
 )

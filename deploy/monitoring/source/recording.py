@@ -24,7 +24,7 @@ def quantile(share: float, metric: str, *, by: str = "model", select: str = "", 
 def recorded() -> Mapping[str, str]:
     """Returns each recorded series' expression, in the order in which they are evaluated."""
     people = f'service_class=~"{FAST_CLASSES}"'
-    pages = 'tandem_kv_pages{role!="",state=~"%s"}'
+    pages = "sum without (state) (tandem_kv_pages{%s})"
     return {
         **{
             errors(window): f'sum(rate(tandem_refused_requests_total{{code=~"{"|".join(SERVER_ERRORS)}"}}[{window}]))'
@@ -41,8 +41,11 @@ def recorded() -> Mapping[str, str]:
             0.99, "tandem_request_duration_seconds", select=f'outcome="finished",{people}'
         ),
         "tandem:generated_tokens:rate5m": "sum by (model) (rate(tandem_generated_tokens_total[5m]))",
-        "tandem:kv_use:ratio": f"max by (role, worker) (sum without (state) ({pages % 'reserved|used'})"
-        f" / sum without (state) ({pages % 'free|cached|reserved|used'}))",
+        "tandem:kv_use:ratio": "max by (role, worker) ("
+        + pages % 'role!="",state=~"reserved|used"'
+        + " / "
+        + pages % 'role!=""'
+        + ")",
         "tandem:worker_utilisation:ratio": "clamp_max(sum by (worker) (rate(tandem_step_seconds_sum[5m])), 1)"
         " * on (worker) group_left (role, model) max by (worker, role, model) (tandem:worker_info)",
         **{
