@@ -20,13 +20,13 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-alert-mutants test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## make .venv with what serving needs; does nothing the second time
 	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh)
@@ -90,6 +90,9 @@ check-model: install-dev ## the handoff as a model, with its fences and without 
 
 monitoring: install-dev ## write the rules, dashboards and the runbook of deploy/monitoring from their source
 	$(PYTHON_IN) -m deploy.monitoring.source.build
+
+test-alert-mutants: install-dev ## break each alert in every small way and see a test of promtool fail (ARGS: names)
+	@exec $(PYTHON_IN) -m tests.monitoring.mutate $(ARGS)
 
 test-monitoring: install-dev ## a real Prometheus with every rule and every dashboard on a cluster under load (ARGS: flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.monitoring.run $(ARGS)

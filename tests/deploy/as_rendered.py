@@ -155,7 +155,7 @@ class Load:
     """Clients that stream answers from whatever the Service has, and compare each with the first one of its prompt."""
 
     endpoints: list[Pod]
-    scheme_tls: ssl.SSLContext | None
+    tls: ssl.SSLContext | None
     known: dict[str, str] = field(default_factory=dict)
     answers: int = 0
     failures: list[str] = field(default_factory=list)
@@ -164,11 +164,11 @@ class Load:
     def ask(self, gateway: Pod, prompt: str) -> str:
         """Returns a whole stream's text."""
         body = {"model": "tandem-demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
-        if self.scheme_tls is None:
-            connection = http.client.HTTPConnection(gateway.machine.address, 8000, timeout=120)
-        else:
-            connection = http.client.HTTPSConnection("tandem-gateway", 8000, timeout=120, context=self.scheme_tls)
+        connection = http.client.HTTPConnection(gateway.machine.address, 8000, timeout=120)
         try:
+            if self.tls is not None:
+                connection.connect()
+                connection.sock = self.tls.wrap_socket(connection.sock, server_hostname="tandem-gateway")
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
             answer = connection.getresponse()
             lines = answer.read().decode().splitlines()
@@ -323,16 +323,15 @@ def run(components: Sequence[str], folder: Path) -> dict[str, Any]:
         load = Load(cluster.of("gateway")[:-1], context)
         load.known = {prompt: load.ask(load.endpoints[0], prompt) for prompt in PROMPTS}
         result: dict[str, Any] = {"started_s": started}
-        if context is None:
-            clients = [threading.Thread(target=load.run, args=(number,)) for number in range(CLIENTS)]
+        clients = [threading.Thread(target=load.run, args=(number,)) for number in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        try:
+            result["stops"] = update(cluster, load)
+        finally:
+            load.stopping.set()
             for client in clients:
-                client.start()
-            try:
-                result["stops"] = update(cluster, load)
-            finally:
-                load.stopping.set()
-                for client in clients:
-                    client.join()
+                client.join()
         result |= {"answers": load.answers, "failures": load.failures, "redis_away": lose_redis(cluster)}
         return result
 

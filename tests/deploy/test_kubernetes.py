@@ -67,12 +67,21 @@ def test_the_page_names_everything() -> None:
 
 def test_the_overlay_on_the_page_renders(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    example, runbook = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "tandem" / "deploy")
     own = tmp_path / "clusters" / "mine"
     own.mkdir(parents=True)
-    (own / "kustomization.yaml").write_text(example)
+    whole = yaml.safe_load(example)
+    for name, added in yaml.safe_load(runbook).items():
+        whole.setdefault(name, []).extend(added)
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(whole))
     objects = render(own)
+    (rules,) = of_kind(objects, "PrometheusRule")
+    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    for alert in alerts:
+        url = f"https://wiki.example.com/tandem/runbook#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == url
+    assert not [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"].startswith("runbook")]
     images = {one.main["image"] for one in workloads(objects) if one.component != "redis"}
     assert images == {f"registry.example.com/{name}:{VERSION}" for name in ("tandem-gateway", "tandem-worker-cuda")}
     assert violations(objects) == []

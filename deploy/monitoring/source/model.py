@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RUNBOOK_URL = "https://tandem.invalid/docs/runbook.md"
-"""Where the alerts' annotation `runbook_url` leads; an installation replaces it by its own copy of docs/runbook.md."""
+RUNBOOK_URL = "docs/runbook.md"
+"""What the alerts' annotation `runbook_url` begins with: the page in this repository. An installation puts the address
+of its own copy there (docs/kubernetes.md, deploy/monitoring/README.md)."""
 
 Series = Mapping[str, str]
 """Series of a test and their values, as promtool writes them: `0x10`, `0+5x20`."""
