@@ -26,7 +26,7 @@ PROJECT = "tandem-test"
 VERSION_TAG = "0.1.0"
 COMMAND_TIMEOUT_S = 120.0
 IMAGES = ("gateway", "worker", "valkey", "prometheus")
-BASE = "localhost/tandem-debian:bookworm"
+BASE, BUILD_BASE = "localhost/tandem-debian:bookworm", "localhost/tandem-debian-build:bookworm"
 
 
 class Unavailable(Exception):

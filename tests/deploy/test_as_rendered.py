@@ -1,4 +1,4 @@
-"""A rolling update under load, with a process for each pod, as the manifests say: without certificates and with them."""
+"""A rolling update under load, with a process for each pod, as the manifests say: without and with certificates."""
 
 import json
 import subprocess

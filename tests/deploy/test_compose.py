@@ -1,4 +1,4 @@
-"""The files of deploy/compose against the Compose Specification's schema, and what they have in common with the manifests."""
+"""The files of deploy/compose against the Compose Specification's schema, and their variables."""
 
 import json
 import re
