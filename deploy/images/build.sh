@@ -5,6 +5,7 @@
 #   BUILD=… BASE=…              the images to begin with; BUILD=debian makes both from Debian's packages with mmdebstrap, which is
 #                               also done where the images that the Containerfiles name cannot be pulled
 #   TORCH_INDEX=…               the index with torch's builds, such as https://download.pytorch.org/whl/cu130; empty: pip's settings
+#   LOCK=vllm                   worker-vllm for processors; for GPUs if not given
 #   TAG=…                       0.1.0 and so on, the project's version, if not given
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -99,6 +100,7 @@ build() { # IMAGE BUILD BASE
     arguments+=(--build-arg "BUILD=$2" --build-arg "BASE=$3" --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION")
     arguments+=(--secret "id=pip,src=$secrets/pip.conf" --secret "id=ca,src=$secrets/ca.crt")
     if [[ $1 = worker* ]] && [ -n "${TORCH_INDEX+given}" ]; then arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX"); fi
+    if [ "$1" = worker-vllm ] && [ -n "${LOCK:-}" ]; then arguments+=(--build-arg "LOCK=$LOCK"); fi
     if [ "$tool" = docker ]; then
         docker build "${arguments[@]}" .
         return
@@ -141,6 +143,8 @@ for image in "${images[@]}"; do
         if [ "$build" != debian ]; then echo "$build cannot be pulled: building on Debian's packages"; fi
         make_debian
         build=localhost/tandem-debian-build:$DEBIAN base=localhost/tandem-debian:$DEBIAN
+        # What vLLM compiles, it compiles where it runs.
+        if [ "$image" = worker-vllm ]; then base=$build; fi
     fi
     started=$SECONDS
     echo "building tandem-$image:$TAG on $base"
