@@ -66,7 +66,7 @@ class Manager:
         return round(time.monotonic() - began, 1)
 
     def processes(self, unit: str) -> list[str]:
-        """The processes of a unit, whoever started them."""
+        """The processes of a unit: its main one and those that it started."""
         group = self.show(unit, "ControlGroup")
         return self.run("cat", f"/sys/fs/cgroup/systemd{group}/cgroup.procs", check=False).split() if group else []
 
