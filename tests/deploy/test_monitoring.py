@@ -63,6 +63,7 @@ def test_every_label_that_is_selected_exists() -> None:
 
 def test_every_alert_can_be_acted_on_and_is_tested() -> None:
     assert len(ALERTS) == len({alert.name for alert in ALERTS}) >= 35
+    assert CASES.keys() == {alert.name for alert in ALERTS}
     for alert in ALERTS:
         assert CASES[alert.name], f"{alert.name} has no test"
         for words in (alert.meaning, alert.look, alert.action):

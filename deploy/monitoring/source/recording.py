@@ -24,7 +24,6 @@ def quantile(share: float, metric: str, *, by: str = "model", select: str = "", 
 def recorded() -> Mapping[str, str]:
     """Returns each recorded series' expression, in the order in which they are evaluated."""
     people = f'service_class=~"{FAST_CLASSES}"'
-    pages = "sum without (state) (tandem_kv_pages{%s})"
     return {
         **{
             errors(window): f'sum(rate(tandem_refused_requests_total{{code=~"{"|".join(SERVER_ERRORS)}"}}[{window}]))'
@@ -42,10 +41,8 @@ def recorded() -> Mapping[str, str]:
         ),
         "tandem:generated_tokens:rate5m": "sum by (model) (rate(tandem_generated_tokens_total[5m]))",
         "tandem:kv_use:ratio": "max by (role, worker) ("
-        + pages % 'role!="",state=~"reserved|used"'
-        + " / "
-        + pages % 'role!=""'
-        + ")",
+        'sum without (state) (tandem_kv_pages{role!="",state=~"reserved|used"})'
+        " / sum without (state) (tandem_kv_pages))",
         "tandem:worker_utilisation:ratio": "clamp_max(sum by (worker) (rate(tandem_step_seconds_sum[5m])), 1)"
         " * on (worker) group_left (role, model) max by (worker, role, model) (tandem:worker_info)",
         **{
