@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gateway.forms.structural_tag import grammar_of
 from gateway.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_text
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar import ANY_OBJECT
@@ -18,7 +19,7 @@ from services.structured.grammar_text import CHOICES, GRAMMAR, REGEX
 
 FIELD = "response_format"
 
-_TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
+_TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "structural_tag")
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -40,6 +41,8 @@ def json_schema_of(response_format: Any) -> str:
         return _regex(response_format.get("pattern"), "response_format.pattern")
     if kind == "grammar":
         return _grammar(response_format.get("grammar"), "response_format.grammar")
+    if kind == "structural_tag":
+        return _structural_tag(response_format, FIELD)
     if kind == "json_object":
         return ANY_OBJECT if schema is None else _normalised(schema)
     described = response_format.get("json_schema")
@@ -70,6 +73,8 @@ def _read(name: str, value: Any) -> str:
         return json_schema_of(value)
     if name == "structured_outputs":
         return _structured(value)
+    if name == "structural_tag":
+        return _structural_tag(value, name)
     if name in ("json_schema", "guided_json"):
         return _schema(value, name)
     if name == "guided_choice":
@@ -117,6 +122,20 @@ def _grammar(value: Any, name: str) -> str:
     return _bounded(GRAMMAR + value, name)
 
 
+def _structural_tag(value: Any, name: str) -> str:
+    """Returns the form of a structural tag, which is an object or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(name, "an object, or the JSON text of one") from error
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "an object, or the JSON text of one")
+    if _depth(value) > MAX_SCHEMA_DEPTH:
+        raise _wrong(name, f"nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    return _bounded(grammar_of(value, name), name)
+
+
 def _bounded(text: str, name: str) -> str:
     check_text(text, field_name=name)
     if len(text.encode()) > MAX_SCHEMA_BYTES:
@@ -130,6 +149,7 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], str]] = {
     "regex": _regex,
     "choice": _choices,
     "grammar": _grammar,
+    "structural_tag": _structural_tag,
 }
 
 

@@ -80,6 +80,7 @@ def _object(needed: Schema, others: Mapping[str, Any] | None = None, **more: Any
 
 _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
+_LIST: Schema = {"type": "array"}
 NULL: Schema = {"type": "null"}
 _FUNCTION: Schema = {"const": "function"}
 _FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"}
@@ -148,6 +149,7 @@ RESPONSE_FORMAT = [
     _object({"type": {"const": "json_schema"}, "schema": _OBJECT}),
     _object({"type": {"const": "regex"}, "pattern": _TEXT}),
     _object({"type": {"const": "grammar"}, "grammar": _TEXT}),
+    _object({"type": {"const": "structural_tag"}}, {"format": _OBJECT, "structures": _LIST, "triggers": _LIST}),
     _object({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}),
     NULL,
 ]
@@ -157,6 +159,7 @@ _STRUCTURED_OUTPUTS: Schema = {
     "regex": {"type": ["string", "null"]},
     "choice": {"type": ["array", "null"], "items": _TEXT},
     "grammar": {"type": ["string", "null"]},
+    "structural_tag": {"type": ["object", "string", "null"]},
 }
 STRUCTURED_OUTPUTS = [{"type": "object", "properties": _STRUCTURED_OUTPUTS}, NULL]
 

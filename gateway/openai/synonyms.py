@@ -46,8 +46,13 @@ class Synonyms(SamplingMembers, kw_only=True):
     structured_outputs: Annotated[
         Any,
         said(
-            "vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar`.", anyOf=STRUCTURED_OUTPUTS
+            "vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`.",
+            anyOf=STRUCTURED_OUTPUTS,
         ),
+    ] = None
+    structural_tag: Annotated[
+        Any,
+        said("SGLang's name of `response_format` of the type `structural_tag`: an object, or the JSON text of one."),
     ] = None
     guided_json: Annotated[Any, said("vLLM's older name of `json_schema`.")] = None
     guided_regex: Annotated[str | None, said("vLLM's older name of `regex`.", minLength=1)] = None
@@ -62,7 +67,7 @@ _MAX_TOKENS_WORDS = ("max_new_tokens", "n_predict", "num_predict", "max_tokens_t
 _NO_BOUND: Mapping[str, tuple[int, ...]] = {"n_predict": (-1, -2), "num_predict": (-1, -2)}
 """The values with which llama.cpp and Ollama ask for as many tokens as fit."""
 _FORM_WORDS = (
-    *("response_format", "regex", "ebnf", "grammar", "json_schema", "structured_outputs"),
+    *("response_format", "regex", "ebnf", "grammar", "json_schema", "structured_outputs", "structural_tag"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 

@@ -112,7 +112,6 @@ _BODY: Mapping[str, Word] = {
     "session_params": Refused("send the conversation so far as messages"),
     "stop_regex": Refused("use stop, or regex for the form of all of the answer", ([],)),
     "stream_reasoning": Refused(_AS_IS, (True,)),
-    "structural_tag": Refused("use tools, or grammar"),
     # llama.cpp's
     "cache_prompt": Harmless("prompts are cached whatever it says"),
     "dry_allowed_length": Harmless(_OFF),
@@ -190,11 +189,6 @@ _BODY: Mapping[str, Word] = {
     "thinking_budget": Refused(_NO_THINKING),
 }
 
-_FORMAT: Mapping[str, Word] = {
-    "structural_tag": Refused("use tools, or the type grammar"),
-    "structures": Refused("use tools, or the type grammar"),
-    "triggers": Refused("use tools, or the type grammar"),
-}
 _MESSAGE: Mapping[str, Word] = {
     "annotations": Harmless("they say nothing to a model"),
     "audio": Refused(_TEXT_ONLY),
@@ -217,7 +211,6 @@ _STRUCTURED: Mapping[str, Word] = {
     "disable_additional_properties": Refused("say additionalProperties in the schema", (False,)),
     "disable_any_whitespace": Refused("white space between parts of JSON is short, and cannot be chosen", (False,)),
     "disable_fallback": Harmless("there is nothing to fall back to"),
-    "structural_tag": Refused("use tools, or grammar"),
     "whitespace_pattern": Refused("white space between parts of JSON is short, and cannot be chosen"),
 }
 _TOOL: Mapping[str, Word] = {"cache_control": Harmless("prompts are cached whatever it says")}
@@ -229,7 +222,6 @@ _REASONING: Mapping[str, Word] = {
 
 WORDS: Mapping[str, Mapping[str, Word]] = {
     "": _BODY,
-    "response_format": _FORMAT,
     "messages": _MESSAGE,
     "messages.content": _PART,
     "structured_outputs": _STRUCTURED,
@@ -241,10 +233,12 @@ WORDS: Mapping[str, Mapping[str, Word]] = {
 """The members by the place of the object that has them; the first place is the body itself."""
 
 INNER_FIELDS: Mapping[str, frozenset[str]] = {
-    "response_format": frozenset({"type", "json_schema", "schema", "grammar", "pattern"}),
+    "response_format": frozenset(
+        {"type", "json_schema", "schema", "grammar", "pattern", "structures", "triggers", "format"}
+    ),
     "response_format.json_schema": frozenset({"name", "schema", "strict", "description"}),
     "stream_options": frozenset({"include_usage", "continuous_usage_stats", "include_obfuscation"}),
-    "structured_outputs": frozenset({"json", "json_object", "regex", "choice", "grammar"}),
+    "structured_outputs": frozenset({"json", "json_object", "regex", "choice", "grammar", "structural_tag"}),
     "messages": frozenset(
         {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "prefix", "partial"}
     ),
