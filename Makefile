@@ -104,6 +104,10 @@ test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags 
 	@.venv-vllm/bin/python -c "import vllm"
 	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
 
+.PHONY: test-vllm-gpu
+test-vllm-gpu: install-vllm ## the tests of vLLM on a GPU, in .venv-vllm (ARGS: flags of pytest)
+	.venv-vllm/bin/python -m pytest -q -n 0 -m gpu $(ARGS) $(VLLM_TESTS)
+
 check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests, tests with vLLM
 	@.ci/run
 

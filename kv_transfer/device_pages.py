@@ -38,7 +38,7 @@ class DevicePages:
         """Raises ValueError for pages of several pieces or of no whole number of words; `can_hold` tells."""
         if not can_hold(pool.layout.page_bytes):
             raise ValueError(f"a page of {pool.layout.page_bytes} bytes is no whole number of 64-bit words")
-        (pages,) = pool.pieces
+        ((pages,),) = pool.parts
         self._words: torch.Tensor = pages.view(torch.int64)
         self._device = pages.device
         self._is_cuda = self._device.type == "cuda"
@@ -100,8 +100,8 @@ def warm_up(pool: PageMemory) -> None:
 
     Compiling takes seconds, and loading a kernel may wait for all that runs: that must not be a receive of NCCL's.
     """
-    device, page_bytes = pool.pieces.device, pool.layout.page_bytes
-    if device.type != "cuda" or len(pool.pieces) > 1 or not can_hold(page_bytes):
+    device, page_bytes = pool.parts[0].device, pool.layout.page_bytes
+    if device.type != "cuda" or len(pool.parts[0]) > 1 or not can_hold(page_bytes):
         return
     from kv_transfer import page_kernels
 

@@ -3,10 +3,10 @@
 The only code of the handoff that touches page memory. Page size may differ on the two sides; all else is equal.
 Copies run without the interpreter's lock, on whatever thread calls; nothing here decides whether a copy is allowed.
 Pages on a GPU take the way over host memory, but for those that arrive in it (`device_pages`). A page may lie in
-several pieces (`PageMemory`); it travels as one, its pieces in order.
+several pieces, and each of them in the memory of several processes (`PageMemory`); it travels as one, in order.
 
-Shape legend: N pages, P pieces of a page, H KV heads, L layers, S slots (tokens) of a page, B bytes of one head's K or
-V of one token.
+Shape legend: N pages, P pieces of a page, R parts of a piece, H KV heads, L layers, S slots (tokens) of a page, B bytes
+of one head's K or V of one token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 class PageMemory(Protocol):
     """The memory of a worker's pages, whatever computes in it; `services.engine.cache.pool.PagePool` is one.
 
-    Between two workers whose pages have several pieces, the page sizes are equal: only slots of a page of one piece are
-    where `layout` says.
+    A page is its first piece of all parts, in their order, then its second, and so on. Between two workers whose pages
+    have several pieces, the page sizes are equal: only slots of a page of one piece are where `layout` says.
     """
 
     @property
@@ -40,8 +40,13 @@ class PageMemory(Protocol):
         ...
 
     @property
-    def pieces(self) -> torch.Tensor:
-        """The pages as uint8 [P, N, page_bytes / P]; writing to it writes to the pages."""
+    def parts(self) -> Sequence[torch.Tensor]:
+        """The pages as tensors [P, N, bytes] of uint8, one for each process; writing to them writes to the pages."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How many neighbouring parts have the same bytes, of which one travels; mostly 1."""
         ...
 
 
@@ -73,17 +78,20 @@ class PageReader:
     """Serves pages of a pool as flat pieces of host memory: in place, or from a copy if they are on a GPU."""
 
     def __init__(self, pool: PageMemory) -> None:
-        self._pages = _memory_of(pool)
+        # Arrays of host memory, or the tensor of another device.
+        self._parts: list[Any] = _memory_of(pool)[:: pool.copies]
+        self._pieces: list[Any] = [part[piece] for piece in range(len(self._parts[0])) for part in self._parts]
 
     def pieces(self, page_ids: Sequence[int]) -> list[Bytes]:
         """Return the memory of these pages in order, neighbours joined."""
-        if isinstance(self._pages, torch.Tensor):
-            rows = torch.tensor(page_ids, device=self._pages.device)
-            copy: Bytes = self._pages.index_select(1, rows).transpose(0, 1).cpu().numpy().reshape(-1)
+        first_part = self._parts[0]
+        if isinstance(first_part, torch.Tensor):
+            rows = torch.tensor(page_ids, device=first_part.device)
+            copy: Bytes = first_part.index_select(1, rows).transpose(0, 1).cpu().numpy().reshape(-1)
             return [copy]
-        if len(self._pages) > 1:
-            return [piece[page_id] for page_id in page_ids for piece in self._pages]
-        pages = self._pages[0]
+        if len(self._pieces) > 1:
+            return [piece[page_id] for page_id in page_ids for piece in self._pieces]
+        (pages,) = self._pieces
         return [pages[first : first + count].reshape(-1) for first, count in _runs(page_ids)]
 
 
@@ -92,8 +100,9 @@ class PageWriter:
 
     def __init__(self, pool: PageMemory, sender: WireLayout) -> None:
         # Arrays of host memory or tensors on a GPU: slicing and assigning them is written in the same way.
-        self._pages: Any = _memory_of(pool)
-        self._device = pool.pieces.device
+        self._parts: list[Any] = _memory_of(pool)
+        self._copies = pool.copies
+        self._device = pool.parts[0].device
         self._page_bytes = pool.layout.page_bytes
         self._own_size = pool.layout.page_size
         self._sender_size = sender.page_size
@@ -105,7 +114,7 @@ class PageWriter:
     def check(self, destination: Destination) -> None:
         """Raise InvariantViolated unless these are different pages of the pool that hold all the tokens."""
         page_ids = destination.page_ids
-        is_in_pool = all(0 <= page_id < self._pages.shape[1] for page_id in page_ids)
+        is_in_pool = all(0 <= page_id < self._parts[0].shape[1] for page_id in page_ids)
         if not is_in_pool or len(set(page_ids)) != len(page_ids):
             raise InvariantViolated("a reservation names a page twice or a page outside the pool")
         if destination.num_cached_tokens % self._own_size:
@@ -122,7 +131,7 @@ class PageWriter:
 
         They lie in host memory, or in that of the pool's device. When it returns, the copy has ended, on a GPU too.
         """
-        is_on_gpu = isinstance(self._pages, torch.Tensor)
+        is_on_gpu = isinstance(self._parts[0], torch.Tensor)
         source = torch.as_tensor(data).to(self._device) if is_on_gpu else np.asarray(data)
         if self._own_size == self._sender_size:
             self._write_pages(source, first_page, destination)
@@ -136,20 +145,23 @@ class PageWriter:
         end_page = first_page + len(data) // page_bytes
         start_page = max(first_page, destination.num_cached_tokens // self._own_size)
         offset = (start_page - first_page) * page_bytes
-        num_pieces = len(self._pages)
+        num_pieces, num_parts = len(self._parts[0]), len(self._parts) // self._copies
         if isinstance(data, torch.Tensor) and num_pieces == 1:
             if start_page < end_page:
-                spread(data[offset:], destination.page_ids[start_page:end_page], self._pages[0])
+                spread(data[offset:], destination.page_ids[start_page:end_page], self._parts[0][0])
             return
         for first, count in _runs(destination.page_ids[start_page:end_page]):
             num_bytes = count * page_bytes
-            run = data[offset : offset + num_bytes].reshape(count, num_pieces, -1)
-            self._pages[:, first : first + count] = run.swapaxes(0, 1)
+            run = data[offset : offset + num_bytes].reshape(count, num_pieces, num_parts, -1)
+            for number, part in enumerate(self._parts):
+                part[:, first : first + count] = run[:, :, number // self._copies].swapaxes(0, 1)
             offset += num_bytes
 
     def _write_tokens(self, data: Any, first_page: int, destination: Destination) -> None:
-        assert len(self._pages) == 1, "workers whose pages have several pieces fit only with equal page sizes"
-        own = self._pages[0].reshape(-1, *self._own_shape)
+        assert len(self._parts) * len(self._parts[0]) == 1, (
+            "workers whose pages have several pieces fit only with equal page sizes"
+        )
+        own = self._parts[0][0].reshape(-1, *self._own_shape)
         source = data.reshape(-1, *self._sender_shape)
         for index in range(source.shape[0]):
             page_start = (first_page + index) * self._sender_size
@@ -190,15 +202,20 @@ def wire_layout(
 
 def channel_device(pool: PageMemory) -> torch.device:
     """Return where channels take pages from: pages of several pieces pass through the host's memory."""
-    return pool.pieces.device if len(pool.pieces) == 1 else torch.device("cpu")
+    return pool.parts[0].device if is_one_piece(pool) else torch.device("cpu")
 
 
-def _memory_of(pool: PageMemory) -> Bytes | torch.Tensor:
-    """Return all pages [P, N, bytes of a piece]: an array over host memory, or the tensor of another device."""
-    if pool.pieces.device.type != "cpu":
-        return pool.pieces
-    pages: Bytes = pool.pieces.numpy()
-    return pages
+def is_one_piece(pool: PageMemory) -> bool:
+    """Return whether each page is one range of memory."""
+    return len(pool.parts) * len(pool.parts[0]) == 1
+
+
+def _memory_of(pool: PageMemory) -> list[Bytes] | list[torch.Tensor]:
+    """Return the parts [P, N, bytes of a piece]: arrays over host memory, or the tensor of another device."""
+    if pool.parts[0].device.type != "cpu":
+        assert len(pool.parts) == 1, "several processes have their parts in the host's memory"
+        return list(pool.parts)
+    return [part.numpy() for part in pool.parts]
 
 
 def _runs(page_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -102,6 +102,7 @@ DATA = {
 PROGRAMS = {
     "services/engine/parallel/rank.py": "services/engine/parallel/test_processes.py starts it",
     "worker/extra.py": "test_wheel.py starts workers without it",
+    "worker/vllm/rank.py": "worker/vllm/test_ranks.py starts it",
     "worker/loading.py": "both workers' programs use it: tests/integration",
     "worker/vllm/connector.py": "vLLM imports it: worker/vllm/test_installed.py",
 }

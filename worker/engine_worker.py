@@ -146,6 +146,7 @@ class EngineWorker(ABC, Generic[A]):
             self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
         loss = self.facts.loss()
         if loss is not None:
+            self._thread.abandon("the engine has lost a process")  # its step may wait for that one for ever
             self._on_engine_failed(loss)
 
     async def _stop(self) -> None:

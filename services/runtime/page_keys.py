@@ -44,13 +44,17 @@ def sharers(*, tenant: str, group: str = "", salt: str = "") -> str:
 
 
 class KeyChain:
-    """Keys of the full pages of one sequence; grows with it. Costs time only for the tokens that were added."""
+    """Keys of the full pages of one sequence; grows with it. Costs time only for the tokens that were added.
 
-    __slots__ = ("_keyed", "_page_size", "keys")
+    `parent` is the key of the page before them, where they are not the first ones.
+    """
 
-    def __init__(self, salt: bytes, page_size: int) -> None:
+    __slots__ = ("_keyed", "_page_size", "_parent", "keys")
+
+    def __init__(self, salt: bytes, page_size: int, *, parent: PageKey = _ROOT) -> None:
         self._keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=salt)
         self._page_size = page_size
+        self._parent = parent
         self.keys: list[PageKey] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[PageKey]:
@@ -62,7 +66,7 @@ class KeyChain:
             return keys
         data = array("I", token_ids[first * size : end * size]).tobytes()
         page_bytes = len(data) // (end - first)
-        parent = keys[-1] if keys else _ROOT
+        parent = keys[-1] if keys else self._parent
         for start in range(0, len(data), page_bytes):
             digest = self._keyed.copy()
             digest.update(parent + data[start : start + page_bytes])

@@ -1,11 +1,14 @@
 """`tandem up --engine vllm` with a model that our own engine does not know, beside vLLM alone."""
 
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,8 @@ NUM_TOKENS = 24
 VOCAB_SIZE = 2048
 PROMPTS_TOKENS = (10, 31, 32, 33, 64, 200, 513, 700, 1500)
 SHARED_TOKENS = 256
+FLAGS = ("--engine=vllm", "--dtype=float32", "--kv-memory=256MiB", "--model-name=mixture", "--chunk-tokens=256")
+MISSED_WITHIN_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +53,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(mixture: Path) -> Iterator[Cluster]:
-    flags = ("--engine=vllm", "--dtype=float32", "--kv-memory=256MiB", "--model-name=mixture", "--chunk-tokens=256")
-    with running_cluster(*flags, model=mixture) as running:
+    with running_cluster(*FLAGS, model=mixture) as running:
         yield running
 
 
@@ -74,16 +78,27 @@ def prompts() -> list[list[int]]:
     return made + [shared + prompt for prompt in made[::3]] + made[:2]
 
 
-def test_answers_are_those_of_vllm_alone_and_every_page_comes_back(cluster: Cluster, mixture: Path) -> None:
-    asked = prompts()
-    with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(lambda prompt: ask(cluster, prompt, temperature=0)["token_ids"], asked))
+@pytest.fixture(scope="module")
+def expected(mixture: Path) -> list[list[int]]:
+    """What vLLM alone answers to the prompts."""
     alone = subprocess.run(
         [sys.executable, "-m", "tests.vllm.alone"],
-        input=json.dumps({"model": str(mixture), "prompts": asked, "num_tokens": NUM_TOKENS}),
+        input=json.dumps({"model": str(mixture), "prompts": prompts(), "num_tokens": NUM_TOKENS}),
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True, timeout=300,
     )  # fmt: skip
-    assert answers == json.loads(alone.stdout)
+    answers: list[list[int]] = json.loads(alone.stdout)
+    return answers
+
+
+def ask_all(cluster: Cluster) -> list[list[int]]:
+    """The answers to the prompts, four at a time."""
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(lambda prompt: ask(cluster, prompt, temperature=0)["token_ids"], prompts()))
+
+
+def test_answers_are_those_of_vllm_alone_and_every_page_comes_back(cluster: Cluster, expected: list[list[int]]) -> None:
+    answers = ask_all(cluster)
+    assert answers == expected
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS_TOKENS) + len(PROMPTS_TOKENS[::3])
     handed_over = re.search(r"^tandem_handoff_bytes_total\{.*\} (\S+)$", cluster.get_text("/metrics"), re.MULTILINE)
     assert handed_over is not None
@@ -121,3 +136,42 @@ def test_what_vllm_cannot_give_here_is_refused_with_a_sentence(cluster: Cluster)
     assert refused.value.code == 400
     error = json.loads(refused.value.read())["error"]
     assert (error["code"], "vLLM" in error["message"]) == ("not_offered", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 2), (1, 2), (2, 1)])
+def test_workers_of_any_number_of_ranks_answer_as_vllm_alone(
+    mixture: Path, expected: list[list[int]], num_prefill_ranks: int, num_decode_ranks: int
+) -> None:
+    degrees = (f"--prefill-tensor-parallel={num_prefill_ranks}", f"--decode-tensor-parallel={num_decode_ranks}")
+    with running_cluster(*FLAGS, *degrees, "--local-prefill-tokens=0", model=mixture) as running:
+        assert ask_all(running) == expected
+        workers = running.get("/cluster")["workers"]
+        assert all(worker["pages"]["free"] == worker["pages"]["total"] for worker in workers)
+        assert {worker["role"]: worker["tensor_parallel"] for worker in workers} == {
+            "prefill": num_prefill_ranks,
+            "decode": num_decode_ranks,
+        }
+
+
+def ranks_of(cluster: Cluster) -> list[int]:
+    """Process ids of all ranks but the first ones, under the cluster's process."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    workers = {int(pid) for pid, parent, _ in rows if int(parent) == cluster.process.pid}
+    return [int(pid) for pid, parent, command in rows if int(parent) in workers and "worker.vllm.rank" in command]
+
+
+@pytest.mark.slow
+def test_answers_of_a_worker_that_loses_a_rank_are_computed_elsewhere(mixture: Path, expected: list[list[int]]) -> None:
+    flags = (*FLAGS, "--decode-tensor-parallel=2")
+    with running_cluster(*flags, model=mixture, decode=2) as running, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(lambda: [ask_all(running) for _ in range(4)])
+        time.sleep(1.0)
+        victim, _ = ranks_of(running)
+        killed_s = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        while sum(worker["state"] == "ready" for worker in running.get("/cluster")["workers"]) == 3:
+            assert time.monotonic() < killed_s + MISSED_WITHIN_S
+            time.sleep(0.05)
+        assert asked.result(300) == [expected] * 4

@@ -1,8 +1,8 @@
 """vLLM's blocks as the pages of a handoff: where they lie, and which use of each it is.
 
 A block of all layers is a page; layer by layer it is one piece, or all layers together where the layout has blocks
-outermost. What is inside is the attention backend's own, and travels as it is: only workers that agree on it exchange
-pages (`worker.vllm.loading`).
+outermost. Each rank has its heads of every block in memory of its own. What is inside is the attention backend's own,
+and travels as it is: only workers that agree on it exchange pages (`worker.vllm.loading`).
 
 Shape legend: P pieces of a page, N blocks, B bytes of a piece.
 """
@@ -20,12 +20,15 @@ from services.runtime.errors import ConfigError, InvariantViolated
 class BlockMemory:
     """The memory of all blocks: the PageMemory of a worker that computes with vLLM."""
 
-    def __init__(self, layers: Mapping[str, torch.Tensor], *, block_size: int) -> None:
-        """`layers` are tensors [N, H, ...] by the layers' names, whose order is that of the pieces.
+    def __init__(
+        self, ranks: SequenceOf[Mapping[str, torch.Tensor]], *, block_size: int, num_kv_heads: int = 0
+    ) -> None:
+        """`ranks` are, of each rank in order, tensors [N, H, ...] by the layers' names, in the order of the pieces.
 
+        `num_kv_heads` are the model's, of which several ranks may have the same one; 0: each rank has others.
         Raises ConfigError where a block is not made of ranges of memory, or layers differ in shape.
         """
-        tensors = list(layers.values())
+        tensors = [tensor for layers in ranks for tensor in layers.values()]
         first = tensors[0]
         if any((one.shape, one.stride(), one.dtype) != (first.shape, first.stride(), first.dtype) for one in tensors):
             raise ConfigError("--engine vllm takes models whose layers have equal KV caches; this one's differ")
@@ -33,9 +36,14 @@ class BlockMemory:
         slot_elements = num_elements // (num_heads * block_size)
         if slot_elements * num_heads * block_size != num_elements or slot_elements % 2:
             raise ConfigError(f"a KV block of {num_elements} elements is not one of {block_size} tokens")
+        self.copies = num_heads * len(ranks) // (num_kv_heads or num_heads * len(ranks))
+        num_heads_in_all = num_heads * len(ranks) // self.copies
         # A slot has a key and a value; a latent vector travels in two halves.
-        self.layout = PageLayout(len(tensors), num_heads, slot_elements // 2, block_size, first.dtype)
-        self.pieces = _pieces(tensors).view(torch.uint8)
+        self.layout = PageLayout(len(ranks[0]), num_heads_in_all, slot_elements // 2, block_size, first.dtype)
+        self.parts = [_pieces(list(layers.values())).view(torch.uint8) for layers in ranks]
+        piece_elements = self.parts[0].shape[2] // first.element_size()
+        self.is_cut_by_heads = num_heads * first.stride(1) == piece_elements
+        """Whether the heads of all ranks, piece by piece, are the page that a single rank has."""
 
 
 class BlockGenerations:

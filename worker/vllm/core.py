@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from services.engine.cache.pages import PageCounts
+from services.engine.cache.pages import PageChanges, PageCounts
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import Outcome
 
@@ -41,6 +41,8 @@ class StepDone:
     preempted: tuple[str, ...]
     has_more: bool
     """Whether another step would do anything, should no command come before it."""
+    changes: PageChanges = field(default_factory=PageChanges.none)
+    """Which blocks are found by their names since this step, and which no longer."""
 
 
 class Core(Protocol):

@@ -107,9 +107,9 @@ class VllmDecode(DecodeEngine):
         work = self._work(done.computed)
         advances = tuple(self._advance(one) for one in done.computed if one.request_id in self._answers)
         counts = self._core.counts()
-        if advances or preempted or counts != self._reported:
+        if advances or preempted or any(done.changes) or counts != self._reported:
             self._reported = counts
-            self._on_report(self._report(start_unix_ns, counts, advances, preempted))
+            self._on_report(self._report(start_unix_ns, done.changes, advances, preempted))
         if work:
             end_s = self._clock.monotonic()
             self.speedometer.observe_step(work, end_s - start_s, end_s)
@@ -152,7 +152,7 @@ class VllmDecode(DecodeEngine):
     def _report(
         self,
         start_unix_ns: int,
-        counts: PageCounts,
+        changes: PageChanges,
         advances: tuple[Advance, ...],
         preempted: tuple[Preemption, ...],
     ) -> DecodeReport:
@@ -161,11 +161,12 @@ class VllmDecode(DecodeEngine):
             max(0, answer.sequence.num_prompt_tokens - answer.sequence.num_computed_tokens)
             for answer in self._answers.values()
         )
+        assert self._reported is not None, "counted in the step that is reported"
         return DecodeReport(
             start_unix_ns,
             self._clock.unix_ns(),
-            counts,
-            PageChanges.none(),
+            self._reported,
+            changes,
             advances,
             (),
             len(running),

@@ -21,7 +21,7 @@ from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.sequence import Sampling
 from services.engine.weights.shard import Parallelism
 from services.runtime.clock import Clock
-from services.runtime.errors import ConfigError, ModelError, TandemError, WorkerLost
+from services.runtime.errors import ConfigError, ModelError, TandemError
 from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_json_object
 from worker.config import WorkerConfig
@@ -50,23 +50,24 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # its messages go where ours do
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cores and --threads say that
+    "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one machine
     "HF_HUB_OFFLINE": "1",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """What a worker's settings say that concerns vLLM. Sizes are of one rank."""
+    """What a worker's settings say that concerns vLLM. Sizes are of all ranks together, threads too."""
 
     model_dir: Path
     dtype: str = "auto"
+    device: str = "auto"
     block_tokens: int = CPU_BLOCK_TOKENS
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None
     gpu_memory_share: float = 1.0
     threads: int | None = None
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     step_tokens: int = 512
     max_batch: int = 64
 
@@ -77,13 +78,13 @@ class VllmSettings:
         return cls(
             model_dir=settings.model,
             dtype=settings.dtype,
+            device=settings.device,
             block_tokens=settings.page_size,
             num_blocks=settings.kv_pages,
             kv_memory_bytes=settings.kv_memory,
             gpu_memory_share=settings.gpu_memory_share,
             threads=settings.threads or (None if settings.cores is None else len(settings.cores)),
             tensor_parallel=settings.tensor_parallel,
-            pipeline_parallel=settings.pipeline_parallel,
             step_tokens=settings.chunk_tokens,
             max_batch=max_batch,
         )
@@ -96,23 +97,18 @@ class VllmModel:
 
     def __init__(self, settings: VllmSettings, core: "EngineCore") -> None:
         """Raises ConfigError for a model whose pages cannot be handed over."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        from worker.vllm.connector import TandemConnector
         from worker.vllm.running import RunningCore
 
         self._core = core
         config = core.vllm_config
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, TandemConnector), "the settings name this connector"
         block_size = config.cache_config.block_size
-        self.pool = BlockMemory(connector.kv_caches, block_size=block_size)
-        num_blocks = self.pool.pieces.shape[1]
+        self.pool = _block_memory(core)
+        num_blocks = self.pool.parts[0].shape[1]
         self.allocator = BlockGenerations(num_blocks)
         # OpenMP has a number of threads for each thread; vLLM's kernels break off where it is not that of their plan.
         claim_thread = functools.partial(set_num_threads, torch.get_num_threads())
-        self._running = RunningCore(core, self.allocator.end_use, claim_thread)
-        self.parallelism = Parallelism(settings.tensor_parallel, settings.pipeline_parallel)
+        self._running = RunningCore(core, on_preempted=self.allocator.end_use, claim_thread=claim_thread)
+        self.parallelism = Parallelism(settings.tensor_parallel)
         self.limits = SequenceLimits(
             config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size
         )
@@ -126,7 +122,7 @@ class VllmModel:
     @property
     def gpu_uuid(self) -> str | None:
         """Implements LoadedModel."""
-        device = self.pool.pieces.device
+        device = self.pool.parts[0].device
         if device.type != "cuda":
             return None
         return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
@@ -134,8 +130,8 @@ class VllmModel:
     @property
     def loss(self) -> TandemError | None:
         """Implements LoadedModel."""
-        failed = getattr(self._core.model_executor, "is_failed", False)
-        return WorkerLost("a rank of vLLM has ended") if failed else None
+        loss: TandemError | None = getattr(self._core.model_executor, "loss", None)
+        return loss
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
         """Implements LoadedModel."""
@@ -174,24 +170,22 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
         ModelError: the folder cannot be served by vLLM, or not with prefill and decode apart.
     """
     own_version()
-    if settings.tensor_parallel * settings.pipeline_parallel > 1:
-        raise ConfigError(
-            "--engine vllm computes in one process: --tensor-parallel and --pipeline-parallel are for --engine native"
-        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
-    if settings.threads is not None:
-        set_num_threads(settings.threads)
+    if settings.threads is not None or settings.tensor_parallel > 1:
+        set_num_threads(max(1, (settings.threads or torch.get_num_threads()) // settings.tensor_parallel))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     try:
         config = EngineArgs(**_arguments(settings)).create_engine_config()
+        config.model_config.logits_processors = [_processor(config)]
+        _refuse_float32(config)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    except ValueError as error:
-        raise ModelError(f"vLLM cannot serve {settings.model_dir}: {error}") from error
+    except (KeyError, RuntimeError, ValueError) as error:  # a model that it, or this machine, is not made for
+        raise ModelError(f"vLLM cannot serve {settings.model_dir}: {type(error).__name__}: {error}") from error
     try:
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         if len(groups) != 1:
@@ -203,31 +197,38 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
 
 
 def _arguments(settings: VllmSettings) -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.platforms import current_platform
 
-    from worker.vllm.sampling import RUNNER_V1, RUNNER_V2
+    from worker.vllm.ranks import RANKS_EXECUTOR
 
     is_cpu = current_platform.is_cpu()
-    kv_bytes = settings.kv_memory_bytes
+    if settings.device not in ("auto", "cpu" if is_cpu else "cuda"):
+        raise ConfigError(f"--device is {settings.device}, and vLLM is installed for {current_platform.device_name}s")
+    kv_bytes = settings.kv_memory_bytes or (DEFAULT_KV_BYTES if is_cpu else None)
+    degree = settings.tensor_parallel
+    if degree > 1 and not is_cpu:
+        raise ConfigError(
+            f"--tensor-parallel is {degree}, which --engine vllm has on CPUs: it does not reach the pages on other GPUs"
+        )
     return {
         "model": str(settings.model_dir),
         "dtype": _dtype(settings),
         "block_size": _rounded_up(settings.block_tokens, CPU_BLOCK_TOKENS) if is_cpu else settings.block_tokens,
         "num_gpu_blocks_override": None if settings.num_blocks is None else settings.num_blocks + 1,
-        "kv_cache_memory_bytes": kv_bytes or (DEFAULT_KV_BYTES if is_cpu else None),
+        "kv_cache_memory_bytes": None if kv_bytes is None else kv_bytes // degree,
         "gpu_memory_utilization": GPU_MEMORY_SHARE * settings.gpu_memory_share,
         "max_model_len": -1,  # as long as the model and the KV memory allow
         "max_num_batched_tokens": max(settings.step_tokens, settings.max_batch),
         "max_num_seqs": settings.max_batch,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "pipeline_parallel_size": settings.pipeline_parallel,
+        "tensor_parallel_size": degree,
+        "distributed_executor_backend": None if degree == 1 else RANKS_EXECUTOR,
         "scheduling_policy": "priority",
         "async_scheduling": False,
         "enforce_eager": is_cpu,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
-        "logits_processors": [RUNNER_V1 if is_cpu else RUNNER_V2],
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         "kv_transfer_config": KVTransferConfig(
             kv_connector="TandemConnector",
             kv_connector_module_path="worker.vllm.connector",
@@ -235,6 +236,45 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
             kv_load_failure_policy="fail",
         ),
     }
+
+
+def _refuse_float32(config: "VllmConfig") -> None:
+    """Raises ConfigError where vLLM's kernels would refuse the activations, which they do in the first step only."""
+    model = config.model_config
+    if model.quantization is not None and model.dtype == torch.float32 and config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"--dtype is float32, and the model's weights are quantized ({model.quantization}): on a CPU, vLLM "
+            "computes with them in bfloat16 or float16"
+        )
+
+
+def _processor(config: "VllmConfig") -> str:
+    """Returns what chooses tokens in the model runner that vLLM takes for this model on this machine."""
+    from worker.vllm.sampling import RUNNER_V1, RUNNER_V2
+
+    return RUNNER_V2 if config.use_v2_model_runner else RUNNER_V1
+
+
+def _block_memory(core: "EngineCore") -> BlockMemory:
+    """Returns the blocks of all ranks. Raises ConfigError for a model whose pages cannot be handed over."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from worker.vllm.connector import TandemConnector
+    from worker.vllm.ranks import RanksExecutor, blocks_of_ranks
+
+    config = core.vllm_config
+    if isinstance(core.model_executor, RanksExecutor):
+        ranks = blocks_of_ranks(core.model_executor)
+    else:
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, TandemConnector), "the settings name this connector"
+        ranks = [connector.kv_caches]
+    model = config.model_config
+    if len(ranks) == 1:
+        num_kv_heads = 0
+    else:
+        num_kv_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return BlockMemory(ranks, block_size=config.cache_config.block_size, num_kv_heads=num_kv_heads)
 
 
 def _dtype(settings: VllmSettings) -> str:
@@ -263,7 +303,8 @@ def _arithmetic(config: "VllmConfig", core: "EngineCore") -> str:
 
 def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
     """Returns 32 hex digits: two workers exchange pages only if theirs agree."""
-    words = "|".join((own_version(), weights, arithmetic, str(pool.layout), str(len(pool.pieces))))
+    cut = "" if pool.is_cut_by_heads else f"ranks-{len(pool.parts)}"
+    words = "|".join((own_version(), weights, arithmetic, str(pool.layout), str(len(pool.parts[0])), cut))
     return hashlib.blake2b(words.encode(), digest_size=16, person=b"tandem vllm").hexdigest()
 
 

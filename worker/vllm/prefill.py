@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from services.engine.cache.pages import PageChanges, PageCounts
+from services.engine.cache.pages import PageCounts
 from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import SampledToken
@@ -69,10 +69,10 @@ class VllmPrefill(PrefillEngine):
         done = self._core.step()
         chunks = tuple(chunk for one in done.computed if (chunk := self._chunk(one)) is not None)
         counts = self._core.counts()
-        if chunks or counts != self._reported:
+        if chunks or any(done.changes) or counts != self._reported:
             self._reported = counts
             end_unix_ns = self._clock.unix_ns()
-            self._on_report(PrefillReport(start_unix_ns, end_unix_ns, counts, PageChanges.none(), chunks))
+            self._on_report(PrefillReport(start_unix_ns, end_unix_ns, counts, done.changes, chunks))
         if done.computed:
             end_s = self._clock.monotonic()
             work = [(one.start, one.num_tokens, True) for one in done.computed]

@@ -5,8 +5,7 @@ from services.runtime.errors import ConfigError, NotOffered
 from worker.config import WorkerConfig
 
 _SETTINGS = {
-    "tensor_parallel": "a worker with vLLM is one process so far",
-    "pipeline_parallel": "a worker with vLLM is one process so far",
+    "pipeline_parallel": "its pages are of ranks that share every layer",
     "host_tier_memory": "vLLM keeps cached pages in its KV pool alone",
     "swap_memory": "vLLM computes preempted sequences again",
     "speculative": "its answers could not be resumed with the same choices",

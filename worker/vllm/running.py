@@ -2,7 +2,8 @@
 
 What is used of vLLM beyond its public names, all of it here: `EngineCore.scheduler` with its `requests` and its cache
 manager's `get_computed_blocks`, `get_block_ids` and block pool, and the fields of a waiting `Request` that
-`Scheduler._update_request_as_session` changes too.
+`Scheduler._update_request_as_session` changes too; and `Scheduler.kv_event_publisher`, in whose place
+another one is put.
 """
 
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -22,6 +24,7 @@ from services.runtime.errors import InvariantViolated
 from worker.vllm.books import Scheduled, TransferBooks
 from worker.vllm.connector import TandemConnector
 from worker.vllm.core import Computed, OnBlocks, StepDone
+from worker.vllm.names import BlockNames
 from worker.vllm.sampling import TokenChoice, sampling_params
 
 
@@ -34,7 +37,7 @@ class RunningCore:
     """
 
     def __init__(
-        self, core: EngineCore, on_preempted: Callable[[tuple[int, ...]], None], claim_thread: Callable[[], None]
+        self, core: EngineCore, *, on_preempted: Callable[[tuple[int, ...]], None], claim_thread: Callable[[], None]
     ) -> None:
         scheduler = core.scheduler
         assert isinstance(scheduler, Scheduler), "the settings name no other scheduler"
@@ -48,6 +51,8 @@ class RunningCore:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._books: TransferBooks = connector.books
         self._books.on_preempted = lambda request_id: on_preempted(self._held_blocks.get(request_id, ()))
+        self._names = BlockNames(self.block_size)
+        scheduler.kv_event_publisher = _NamesBlocks(self._names)
         self._choices: dict[str, TokenChoice] = {}
         self._held_blocks: dict[str, tuple[int, ...]] = {}
         """The blocks of each held request after the last step that computed any of it."""
@@ -132,7 +137,8 @@ class RunningCore:
         scheduled, preempted = self._books.take_step()
         by_id = {output.request_id: output for some in outputs.values() for output in some.outputs}
         computed = tuple(self._computed(one, by_id.get(one.request_id)) for one in scheduled)
-        return StepDone(computed, tuple(preempted), has_more=bool(scheduled or has_news))
+        has_more = bool(scheduled or has_news)
+        return StepDone(computed, tuple(preempted), has_more, self._names.take_changes())
 
     def counts(self) -> PageCounts:
         """Implements Core."""
@@ -198,6 +204,30 @@ class RunningCore:
         touched = self._touched.pop(request_id, None)
         if touched:
             self._pool.free_blocks(reversed(touched))
+
+
+class _NamesBlocks(EventPublisher):
+    """Tells BlockNames what vLLM says of its cached blocks within each step."""
+
+    def __init__(self, names: BlockNames) -> None:
+        super().__init__()
+        self._names = names
+
+    def publish(self, events: EventBatch) -> None:
+        """Passes on what a step has stored and removed."""
+        for event in events.events:
+            if isinstance(event, BlockStored):
+                # A request's salt stands in the hash of its first block, and is the only thing there.
+                first = (event.extra_keys or (None,))[0]
+                salt = bytes.fromhex(first[-1]) if event.parent_block_hash is None and first else None
+                self._names.stored(event.block_hashes, event.token_ids, parent=event.parent_block_hash, salt=salt)
+            elif isinstance(event, BlockRemoved):
+                self._names.removed(event.block_hashes)
+            else:
+                assert not isinstance(event, AllBlocksCleared), "nothing here asks vLLM to forget its blocks"
+
+    def shutdown(self) -> None:
+        """Ends nothing."""
 
 
 def _num_left(sequence: Sequence) -> int:

@@ -8,7 +8,8 @@ as it would have drawn; vLLM's own noise is a stream that begins anew there, and
 what was emitted before as prompt.
 
 `OnRunnerV1` and `OnRunnerV2` are for vLLM's two model runners, of which it makes one by itself. Both live where the
-model runs, on the engine thread. A choice is an object that both sides share, so the model runs in this process.
+model runs, on the engine thread. A choice is an object that both sides share, so the model's first rank runs in this
+process. The other ranks, whose choices know nothing, are told what it has chosen.
 """
 
 import math
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
@@ -51,6 +53,9 @@ class TokenChoice:
         self.sequence = sequence
         self.outcome: SampledToken | NonFiniteLogits | None = None
         """What the last step chose; it has no meaning where vLLM gives no token of the request after that step."""
+
+    def __reduce__(self) -> tuple[type["TokenChoice"], tuple[()]]:
+        return TokenChoice, ()  # another rank chooses nothing
 
 
 def sampling_params(choice: TokenChoice, *, max_tokens: int) -> SamplingParams:
@@ -124,6 +129,7 @@ class _Chooser:
 
     def __init__(self, device: torch.device) -> None:
         self._kernels = _kernels() if device.type == "cpu" else None
+        self._ranks: GroupCoordinator = get_tp_group()
 
     def choose(self, logits: torch.Tensor, rows: Iterable[tuple[int, TokenChoice, int]]) -> torch.Tensor:
         """Decides rows of `logits` [B, V] float32 by their number, choice and position; returns `logits`, changed.
@@ -131,6 +137,19 @@ class _Chooser:
         A row of a prompt of which only a part is computed has the logits of an earlier place. vLLM drops what is chosen
         there, and nothing is changed by it.
         """
+        chosen = self._chosen(logits, rows) if self._ranks.is_first_rank else {}
+        if self._ranks.world_size > 1:
+            tokens = torch.full((len(logits),), -1, dtype=torch.int64)
+            for row, token_id in chosen.items():
+                tokens[row] = token_id
+            tokens = self._ranks.broadcast(tokens.to(logits.device)).cpu()
+            chosen = {row: token_id for row, token_id in enumerate(tokens.tolist()) if token_id >= 0}
+        if chosen:
+            logits[_index(chosen, logits), _index(chosen.values(), logits)] = math.inf
+        return logits
+
+    def _chosen(self, logits: torch.Tensor, rows: Iterable[tuple[int, TokenChoice, int]]) -> dict[int, int]:
+        """Returns the token of each row."""
         chosen: dict[int, int] = {}
         open_rows: list[int] = []
         sequences: list[Sequence] = []
@@ -152,9 +171,7 @@ class _Chooser:
             for row, choice, outcome in zip(open_rows, choices, outcomes, strict=True):
                 choice.outcome = outcome
                 chosen[row] = outcome.token_id if isinstance(outcome, SampledToken) else 0
-        if chosen:
-            logits[_index(chosen, logits), _index(chosen.values(), logits)] = math.inf
-        return logits
+        return chosen
 
 
 def _index(values: Iterable[int], logits: torch.Tensor) -> torch.Tensor:

@@ -79,10 +79,13 @@ class PagePool:
         """The pool's memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
         return self.data.view(self.num_pages, -1).view(torch.uint8)
 
+    copies = 1
+    """Parts with the same bytes; a pool has one part."""
+
     @property
-    def pieces(self) -> torch.Tensor:
-        """The pages, each of them one piece, as uint8 [1, N, page_bytes]."""
-        return self.bytes[None]
+    def parts(self) -> tuple[torch.Tensor]:
+        """The pages, each of them one piece, as one part [1, N, page_bytes] of uint8."""
+        return (self.bytes[None],)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -50,10 +50,14 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """Starts `num_ranks` - 1 processes and keeps watch over them in a thread of its own, until `close`."""
+    """Starts `num_ranks` - 1 processes and keeps watch over them in a thread of its own, until `close`.
 
-    def __init__(self, num_ranks: int) -> None:
+    `program` is the module that they run, by `services.engine.parallel.rank.run_rank`.
+    """
+
+    def __init__(self, num_ranks: int, *, program: str = "services.engine.parallel.rank") -> None:
         self._num_ranks = num_ranks
+        self._program = program
         self._ranks: list[_RankProcess] = []
         self._has_started = threading.Event()
         self._start_error: OSError | None = None
@@ -128,7 +132,7 @@ class RankProcesses:
             life, their_life = socket.socketpair()
             fds = (their_commands.fileno(), their_life.fileno())
             arguments = [str(rank), str(os.getpid()), *map(str, fds)]
-            command = [sys.executable, "-P", "-m", "services.engine.parallel.rank", *arguments]
+            command = [sys.executable, "-P", "-m", self._program, *arguments]
             with their_commands, their_life:
                 process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
             self._ranks.append(_RankProcess(rank, process, commands, life))

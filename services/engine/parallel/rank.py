@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from services.engine.parallel.processes import BEAT_S
 from services.runtime.errors import TandemError, WorkerLost
@@ -62,8 +64,16 @@ class Life:
                 os._exit(1)
 
 
-def main(arguments: list[str]) -> int:
-    """Runs a rank; returns the exit code."""
+def run_rank(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> NoReturn:
+    """Runs a rank's program: `serve` gets its number and the socket on which rank 0 commands it."""
+    code = _run(arguments, serve)
+    sys.stderr.flush()
+    # Without finalizers: connections to ranks that are gone could hold them up, and nothing here needs them.
+    os._exit(code)
+
+
+def _run(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> int:
+    """Returns the exit code."""
     rank, parent_pid, commands_fd, life_fd = map(int, arguments)
     _die_with(parent_pid)
     # A signal from the worker's terminal is meant for rank 0, which ends the others when it has finished.
@@ -72,7 +82,7 @@ def main(arguments: list[str]) -> int:
     life = Life(socket.socket(fileno=life_fd))
     life.start()
     try:
-        _serve(rank, socket.socket(fileno=commands_fd))
+        serve(rank, socket.socket(fileno=commands_fd))
     except WorkerLost:
         return 1  # rank 0 has ended, or another rank, of which rank 0 knows more
     except TandemError as error:
@@ -119,7 +129,4 @@ def _die_with(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    # Without finalizers: connections to ranks that are gone could hold them up, and nothing here needs them.
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)
+    run_rank(sys.argv[1:], _serve)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.engine.cache.pages import PageChanges
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken
 from services.runtime.clock import SYSTEM_CLOCK
@@ -138,3 +139,14 @@ def test_what_vllm_computed_of_a_freed_answer_is_not_reported(answers: Answers) 
     answers.engine.free("a")
     report = answers.step(Computed(request_id, 0, 10, (), SampledToken(60), has_ended=False))
     assert report.advances == ()
+
+
+def test_blocks_that_come_to_be_found_and_no_longer_are_are_reported_without_a_step_of_an_answer(
+    answers: Answers,
+) -> None:
+    answers.start("a")
+    answers.step()
+    changes = PageChanges((b"k" * 16,), (b"l" * 16,))
+    answers.core.steps.append(StepDone((), (), has_more=False, changes=changes))
+    assert not answers.engine.step()
+    assert [report.changes for report in answers.reports] == [PageChanges.none(), changes]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.errors import ConfigError, ModelError
+from services.runtime.errors import ModelError
 from worker.vllm import loading
-from worker.vllm.loading import VllmSettings, load_vllm, weights_digest
+from worker.vllm.loading import VllmSettings, weights_digest
 
 
 @pytest.fixture
@@ -42,13 +42,6 @@ def test_a_folder_without_a_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json"):
         digest_of(folder)
-
-
-@pytest.mark.parametrize("parallel", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-def test_several_ranks_are_refused(folder: Path, parallel: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "own_version", lambda: "0.32.0")
-    with pytest.raises(ConfigError, match="one process"):
-        load_vllm(VllmSettings(model_dir=folder, **parallel))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.engine.cache.pages import PageChanges
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken
 from services.runtime.clock import SYSTEM_CLOCK
@@ -134,3 +135,11 @@ def test_pages_that_come_free_between_steps_are_reported(prompts: Prompts) -> No
     prompts.core.free -= 3
     prompts.engine.step()
     assert prompts.reports[-1].pages.used == 3
+
+
+def test_blocks_that_come_to_be_found_are_reported(prompts: Prompts) -> None:
+    prompts.engine.step()
+    changes = PageChanges((b"k" * 16,), ())
+    prompts.core.steps.append(StepDone((), (), has_more=False, changes=changes))
+    prompts.engine.step()
+    assert [report.changes for report in prompts.reports] == [PageChanges.none(), changes]

@@ -19,7 +19,7 @@ def settings(role: Any, *flags: str) -> Any:
 
 
 @pytest.mark.parametrize("role", [PrefillWorkerConfig, DecodeWorkerConfig])
-@pytest.mark.parametrize("flag", ["--tensor-parallel=2", "--pipeline-parallel=2", "--host-tier-memory=1GiB"])
+@pytest.mark.parametrize("flag", ["--pipeline-parallel=2", "--host-tier-memory=1GiB"])
 def test_settings_of_both_workers(role: Any, flag: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{flag.partition('=')[0]} is .*, which --engine vllm does not have: \w"):
         refuse_settings(settings(role, flag))
@@ -34,7 +34,7 @@ def test_settings_of_decode_workers(flag: str) -> None:
 def test_what_asks_for_nothing_is_taken() -> None:
     for role in (PrefillWorkerConfig, DecodeWorkerConfig):
         refuse_settings(settings(role))
-        refuse_settings(settings(role, "--host-tier-memory=0", "--tensor-parallel=1", "--page-size=64"))
+        refuse_settings(settings(role, "--host-tier-memory=0", "--tensor-parallel=2", "--page-size=64"))
     refuse_settings(settings(DecodeWorkerConfig, "--speculative=off", "--swap-memory=0"))
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import SampledToken
 from services.runtime.errors import InvariantViolated
+from services.runtime.page_keys import page_keys
 from worker.vllm.core import Computed, Core, StepDone
 from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
 
@@ -122,7 +123,7 @@ def hand_over(model: VllmModel, prompt: list[int], *, name: str, salt: bytes) ->
     assert not core.step().computed
     first = given.num_cached_tokens // BLOCK
     num_pages = len(last.block_ids)
-    pieces = model.pool.pieces
+    (pieces,) = model.pool.parts
     pieces[:, list(given.block_ids[first:num_pages])] = pieces[:, list(last.block_ids[first:])]
     core.let_go(f"p{name}")
     sequence = asking(prompt, emitted=(last.outcome.token_id,))
@@ -322,3 +323,26 @@ def test_what_a_worker_knows_of_the_model(model: VllmModel) -> None:
     assert identity.engine.startswith("vllm/0.")
     assert "block-32" in identity.numerics
     assert len(model.fingerprint) == 32
+
+
+def test_cached_blocks_are_told_by_the_names_that_a_gateway_gives_them(model: VllmModel, core: Core) -> None:
+    def changes_of(steps: list[StepDone]) -> tuple[set[bytes], set[bytes]]:
+        added = {key for step in steps for key in step.changes.added}
+        return added, {key for step in steps for key in step.changes.evicted}
+
+    prompt = prompt_of(200, seed=21)
+    keys = page_keys(prompt, salt=SALTS[3], page_size=BLOCK)
+    core.add_held("named", asking(prompt), salt=SALTS[3], service_class=2)
+    added, _ = changes_of(drain(core))
+    assert added == set(keys)
+    core.let_go("named")
+    assert changes_of(drain(core)) == (set(), set())
+    core.add_held("again", asking(prompt), salt=SALTS[3], service_class=2)
+    assert changes_of(drain(core))[0] == set()  # a block that is computed once more has a name that is known
+    core.let_go("again")
+    evicted: set[bytes] = set()
+    for seed in range(22, 25):  # more than the pool holds
+        other = asking(prompt_of(600, seed=seed), max_tokens=1)
+        core.add(f"other{seed}", other, salt=SALTS[0], service_class=2)
+        evicted |= changes_of(drain(core, (f"other{seed}", other)))[1]
+    assert evicted >= set(keys)

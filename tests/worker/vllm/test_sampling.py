@@ -1,6 +1,8 @@
 """What vLLM is left to find the likeliest is the token that this project's own sampler chooses."""
 
+import pickle
 import random
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -15,6 +17,30 @@ from services.engine.sampling import sample
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken
 from worker.vllm.sampling import OnRunnerV1, OnRunnerV2, TokenChoice, sampling_params
+
+
+@dataclass
+class Ranks:
+    """The ranks of a model: what the first one sends, the others receive."""
+
+    world_size: int = 1
+    is_first_rank: bool = True
+    sent: list[torch.Tensor] = field(default_factory=list)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_first_rank:
+            self.sent.append(tensor)
+            return tensor
+        return self.sent.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """The ranks of the processors that a test makes; one at first."""
+    ranks = Ranks()
+    monkeypatch.setattr("worker.vllm.sampling.get_tp_group", lambda: ranks)
+    return ranks
+
 
 VOCAB = 307
 CPU = torch.device("cpu")
@@ -191,3 +217,28 @@ def test_the_second_runner_has_the_same_choices_by_slot() -> None:
     assert not processor.add_request(3, SamplingParams())  # the slot has a request of its own, of a warm-up
     logits = logits_of(1, seed=5)
     assert torch.equal(processor.apply(logits.clone(), context([3], [4])), logits)
+
+
+def test_every_rank_has_the_tokens_that_the_first_one_chose(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    ranks.world_size = 2
+    first = RunnerV1()
+    monkeypatch.setattr(
+        "worker.vllm.sampling.get_tp_group", lambda: Ranks(world_size=2, is_first_rank=False, sent=ranks.sent)
+    )
+    other = RunnerV1()
+    first.add([sequence(number, **asked) for number, asked in enumerate(ASKED)])
+    choices = [pickle.loads(pickle.dumps(choice)) for choice, _, _ in first.rows]
+    assert all(choice.sequence is None for choice in choices)  # it knows nothing of answers
+    other.update(added=[(row, sampling_params(one, max_tokens=64), [7], []) for row, one in enumerate(choices)])
+    drawn = set()
+    for step in range(6):
+        logits = logits_of(len(ASKED) + 1, seed=step)  # one more row, of which nothing is chosen
+        token_ids = first.processor.apply(logits.clone()).argmax(dim=-1).tolist()
+        assert other.processor.apply(logits.clone()).argmax(dim=-1).tolist() == token_ids
+        assert token_ids[-1] == int(logits[-1].argmax())
+        drawn.add(tuple(token_ids))
+        for (choice, generated, _), token_id in zip(first.rows, token_ids, strict=False):
+            assert choice.sequence is not None
+            choice.sequence.append_token(token_id)
+            generated.append(token_id)
+    assert len(drawn) == 6

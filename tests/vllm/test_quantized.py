@@ -1,0 +1,110 @@
+"""Checkpoints with weights of eight and four bits, which this project's own engine does not take."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+
+VOCAB, NUM_TOKENS, GROUP = 512, 12, 128
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def int8(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Whole rows of eight bits, as compressed-tensors writes them; returns what config.json says of it."""
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights[name] = (weights[name] / scale).round().clamp(-127, 127).to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | {"strategy": "channel", "dynamic": False},
+        "input_activations": number | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def awq(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Groups of inputs of four bits, as AWQ packs them; returns what config.json says of it."""
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        by_input = weights.pop(name).t()  # [inputs, outputs]
+        groups = by_input.reshape(-1, GROUP, by_input.shape[1])
+        scales = groups.abs().amax(1) / 7
+        numbers = (groups / scales[:, None]).round().clamp(-8, 7).to(torch.int64) + 8
+        base = name.removesuffix("weight")
+        weights[f"{base}qweight"] = packed(numbers.reshape(by_input.shape))
+        weights[f"{base}qzeros"] = packed(torch.full(scales.shape, 8))
+        weights[f"{base}scales"] = scales.half()
+    return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+
+
+def packed(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight neighbours of a row in a word of 32 bits, in AWQ's order."""
+    words = numbers.reshape(len(numbers), -1, 8)
+    packed = sum(words[:, :, place] << 4 * index for index, place in enumerate(AWQ_ORDER))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).contiguous()
+
+
+def make(folder: Path, quantize: Callable[[dict[str, torch.Tensor]], dict[str, Any]]) -> Path:
+    """Writes a random model with quantized weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    said = json.loads((folder / "config.json").read_text())
+    said |= {"quantization_config": quantize(weights), "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(said))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def run(model: Path, dtype: str) -> "subprocess.CompletedProcess[str]":
+    chance = random.Random(7)
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 32, 300)]
+    asked = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, "ranks": 1, "dtype": dtype}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.vllm.ranks"], input=json.dumps(asked), cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("quantize", [int8, pytest.param(awq, marks=pytest.mark.slow)])
+def test_an_answer_from_pages_that_arrived_is_what_vllm_answers_alone(
+    tmp_path: Path, quantize: Callable[[dict[str, torch.Tensor]], dict[str, Any]]
+) -> None:
+    done = run(make(tmp_path, quantize), "auto")
+    assert not done.returncode, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["answers"] == seen["alone"]
+    assert len({tuple(answer) for answer in seen["answers"]}) == 3
+
+
+@pytest.mark.slow
+def test_float32_is_refused_before_a_step_would_fail(tmp_path: Path) -> None:
+    done = run(make(tmp_path, int8), "float32")
+    assert done.returncode
+    assert "ConfigError: --dtype is float32, and the model's weights are quantized" in done.stderr

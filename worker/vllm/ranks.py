@@ -1,0 +1,172 @@
+"""vLLM on several ranks: the first one is this process, where tokens are chosen, and each other one is a child of it.
+
+vLLM's own executor for several ranks has all of them in other processes. There, a token could not be chosen by what the
+engine knows of the answer, and pages would be out of reach. Here, rank 0 calls vLLM's worker on the engine thread, as
+with a single rank, after it has told the others to do the same; and it maps their blocks.
+"""
+
+import mmap
+import os
+import pickle
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from services.engine.parallel.processes import RankProcesses
+from services.runtime.errors import ConfigError, TandemError, WorkerLost
+from worker.vllm.connector import TandemConnector
+from worker.vllm.rank import Beginning, Call, connection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RANKS_EXECUTOR = "worker.vllm.ranks.RanksExecutor"
+"""As vLLM's setting `distributed_executor_backend` takes it."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its room is asked for
+
+
+class RanksExecutor(UniProcExecutor):
+    """Runs vLLM's worker here and in `tensor_parallel_size` - 1 other processes, call by call."""
+
+    def _init_executor(self) -> None:
+        self._processes = RankProcesses(self.parallel_config.world_size, program="worker.vllm.rank")
+        self._processes.start()
+        self._peers = [connection(one) for one in self._processes.commands]
+        try:
+            with self._explained():
+                super()._init_executor()
+        except BaseException:
+            self._processes.close()
+            raise
+        self._processes.begin_serving()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        meeting, rank, local_rank = super()._distributed_args()
+        for peer in self._peers:  # one that cannot even import vLLM is noticed before anything waits for it
+            peer.recv()
+        self._tell(Beginning(self.vllm_config, meeting, torch.get_num_threads()))
+        return meeting, rank, local_rank
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Calls a method on every rank. With `single_value`, as in a step, the first one's answer is all of it."""
+        with self._explained():
+            self._tell(Call(method, args, kwargs or {}, is_answered=not single_value))
+            answer = super().collective_rpc(method, timeout, args, kwargs, single_value=True)
+            if not single_value:
+                answer = [answer, *(peer.recv() for peer in self._peers)]
+        if not non_block:
+            return answer
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
+
+    @property
+    def loss(self) -> TandemError | None:
+        """Why the ranks have ended, once they have; asked from any thread."""
+        return self._processes.loss
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks from 1 on."""
+        return self._processes.pids
+
+    def shutdown(self) -> None:
+        """Ends all ranks. May be called again."""
+        is_whole = self.loss is None
+        self._processes.close()
+        if is_whole:  # otherwise a step may still run here, which waits for a rank that has ended
+            super().shutdown()
+
+    def _tell(self, said: Beginning | Call) -> None:
+        message = pickle.dumps(said, protocol=pickle.HIGHEST_PROTOCOL)
+        for peer in self._peers:
+            peer.send_bytes(message)
+
+    @contextmanager
+    def _explained(self) -> "Iterator[None]":
+        """Errors of talking to a rank, and of computing with it, become the reason for which it has ended."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise self._processes.explain(error) from error
+        except RuntimeError as error:
+            explained = self._processes.explain(error)
+            if self.loss is None:  # the model's, or this rank's own
+                raise
+            raise explained from error
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A layer's blocks in a rank's memory, in elements."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedBlocks:
+    """The memory of a rank's blocks as an open file of its process."""
+
+    path: str
+    num_bytes: int
+    dtype: torch.dtype
+    layers: dict[str, _View]
+
+
+def blocks_of_ranks(executor: RanksExecutor) -> list[Mapping[str, torch.Tensor]]:
+    """Returns each layer's blocks by its name, of each rank in order; the other ranks' are in memory shared with them.
+
+    Raises ConfigError where there is no room for that.
+    """
+    own, *others = executor.collective_rpc(_share_blocks)
+    return [own, *(_map_blocks(one) for one in others)]
+
+
+def _share_blocks(worker: Any) -> dict[str, torch.Tensor] | _SharedBlocks:
+    """Runs in each rank: returns its blocks on the first one, and moves them to shared memory on the others."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, TandemConnector), "the settings name this connector"
+    layers = connector.kv_caches
+    if get_tp_group().is_first_rank:
+        return layers
+    first = next(iter(layers.values()))
+    storage = first.untyped_storage()
+    room = os.statvfs(_SHARED_MEMORY)
+    if storage.nbytes() > room.f_bavail * room.f_frsize:
+        raise ConfigError(
+            f"{_SHARED_MEMORY} has {room.f_bavail * room.f_frsize} bytes, and the KV memory of a rank takes "
+            f"{storage.nbytes()}: lower --kv-memory, or give it more"
+        )
+    # The views that vLLM's layers have follow the storage to its new place.
+    fd, num_bytes = storage._share_fd_cpu_()  # what pickling it for a process does
+    views = {name: _View(int(one.storage_offset()), one.shape, one.stride()) for name, one in layers.items()}
+    return _SharedBlocks(f"/proc/{os.getpid()}/fd/{fd}", num_bytes, first.dtype, views)
+
+
+def _map_blocks(shared: _SharedBlocks) -> Mapping[str, torch.Tensor]:
+    try:
+        with Path(shared.path).open("r+b") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), shared.num_bytes), dtype=shared.dtype)
+    except OSError as error:
+        raise WorkerLost(f"the memory of a rank cannot be mapped: {error}") from error
+    return {
+        name: torch.as_strided(memory, view.shape, view.stride, view.offset) for name, view in shared.layers.items()
+    }
