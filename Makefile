@@ -20,7 +20,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-alert-mutants test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat compat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-alert-mutants test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -51,6 +51,10 @@ test: install-dev ## the tests that every change must pass (ARGS: flags of pytes
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
 	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu and not deploy" $(ARGS)
+
+compat: install-dev ## other people's clients and suites against one `tandem up`, and the proxies of docs/proxies.md; needs npm, nginx, haproxy and caddy (ARGS: names and flags; --help lists them)
+	@$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/compat
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.compat.run $(ARGS)
 
 test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)

@@ -32,7 +32,8 @@ def streamed():
 
 @check("a tool that must be called, and its result")
 def tool():
-    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    for choice in (one, {"type": "tool", "name": "weather"}):
         answer = client.messages.create(model=MODEL, max_tokens=200, messages=ASKED, tools=[TOOL], tool_choice=choice)
         assert answer.stop_reason == "tool_use"
         (use,) = [block for block in answer.content if block.type == "tool_use"][:1]

@@ -1,4 +1,4 @@
-// gRPC's client for JavaScript, with the .proto as it is; examples/chat.mjs is the short form.
+// gRPC's client for JavaScript, with the .proto as it is; examples/chat_grpc.mjs is the short form.
 import * as grpc from "@grpc/grpc-js";
 import * as loader from "@grpc/proto-loader";
 import {readFileSync} from "node:fs";
