@@ -10,6 +10,7 @@ EVERY_S, EVERY_LIVE_S = 5.0, 0.2
 OVER_S = 10.0
 """The speed is that of the last bytes, over about this time."""
 
+SMALL_BYTES = 1_000_000
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -31,6 +32,8 @@ class Meter:
             self._name, self._seen, self._shown_at_s = file.name, [], float("-inf")
         self._seen = [each for each in self._seen if now_s - each[0] <= OVER_S] + [(now_s, num_bytes)]
         is_whole = num_bytes >= file.size_bytes
+        if not is_whole and file.size_bytes < SMALL_BYTES:
+            return  # one line is enough for it
         if not is_whole and now_s - self._shown_at_s < (EVERY_LIVE_S if self._is_live else EVERY_S):
             return
         self._shown_at_s = now_s
@@ -40,7 +43,8 @@ class Meter:
         self._stream.flush()
 
     def _line(self, file: RemoteFile, num_bytes: int) -> str:
-        said = f"{file.name}: {num_bytes / 1e6:.1f} of {file.size_bytes / 1e6:.1f} MB"
+        scale, unit = (1e6, "MB") if file.size_bytes >= SMALL_BYTES else (1e3, "kB")
+        said = f"{file.name}: {num_bytes / scale:.1f} of {file.size_bytes / scale:.1f} {unit}"
         (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
         if last > first and last_s > first_s and num_bytes < file.size_bytes:
             speed = (last - first) / (last_s - first_s)

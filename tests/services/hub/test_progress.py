@@ -25,6 +25,15 @@ def test_bytes_speed_and_seconds_left_now_and_then() -> None:
     ]
 
 
+def test_a_small_file_has_one_line() -> None:
+    stream = io.StringIO()
+    meter = Meter(stream, clock=lambda: 0.0)
+    small = RemoteFile("config.json", 627, Path("x"), "http://x")
+    for num_bytes in (0, 300, 627):
+        meter(small, num_bytes)
+    assert stream.getvalue() == "config.json: 0.6 of 0.6 kB\n"
+
+
 def test_a_terminal_has_one_line_that_changes() -> None:
     stream, now_s = Terminal(), [0.0]
     meter = Meter(stream, clock=lambda: now_s[0])
