@@ -113,7 +113,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         inputs = route.inputs
         costs_s = inputs.get("remote_cost_s"), inputs.get("local_cost_s")
         way_s, other_s = costs_s if route.is_remote else costs_s[::-1]
-        first_s, second_s = route.uncorrected_s or (0.0, 0.0)
+        price_us, uncorrected_s = _us(inputs.get("price_s")), route.uncorrected_s
         attempt = AttemptStory(
             began_us,
             placed_us,
@@ -123,7 +123,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             route.is_remote,
             _us(route.predicted_ttft_s) or 0,
             route.num_cached_tokens,
-            _us(inputs.get("price_s")),
+            price_us,
             _us(way_s),
             # Without a prefill worker there was no other way.
             _us(other_s) if route.prefills else None,
@@ -131,7 +131,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             {name: _us(term) or 0 for name in _PARTS if (term := inputs.get(name))},
             predicted_second_us=_us(route.predicted_second_s) or 0,
             predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
-            uncorrected_us=(_us(first_s) or 0, _us(second_s) or 0),
+            uncorrected_us=(_us(uncorrected_s[0]) or 0, _us(uncorrected_s[1]) or 0) if uncorrected_s else (0, 0),
         )
         self._add(attempt)
 

@@ -52,6 +52,30 @@ class RunningAnswer:
     worker, decode worker), all by incarnation.
     """
 
+    # What most answers never change belongs to the class: it costs none of them anything.
+    attempt: Attempt | None = None
+    attempt_number = 0
+    num_failures = 0
+    num_failures_in_row = 0
+    next_move_at_s = 0.0
+    must_queue = False
+    usual = NOTHING_MEASURED
+    """The usual speeds of its model's workers, as of the last decision."""
+    routes: Sequence[Route] = ()
+    """The routes that it may take, best first, as of the last decision."""
+    is_judged = False
+    admitted: Admit | None = None
+    """How it was judged when it came, until it has started."""
+    is_running = False
+    finish_reason: FinishReason | None = None
+    num_tokens = 0
+    last_gap_s = 0.0
+    _num_tokens_at_failure = 0
+    _kept_at: Peer | None = None
+    _kept_until_s = 0.0
+    _placed_s = _first_token_s = _last_token_s = 0.0
+    _unsent_text = ""
+
     def __init__(
         self, spec: AnswerSpec, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
     ) -> None:
@@ -65,19 +89,9 @@ class RunningAnswer:
         self._num_prompt_tokens = len(spec.prompt_token_ids)
         self.max_num_tokens = self._num_prompt_tokens + spec.sampling.max_tokens
         """The most tokens of prompt and answer together."""
-        self.attempt: Attempt | None = None
-        self.attempt_number = 0
-        self.num_failures = 0
-        self.num_failures_in_row = 0
         self.strikes: list[Strike] = []
         self.avoided: set[str] = set()
         self.avoided_pairs: set[tuple[str, str]] = set()
-        self.next_move_at_s = 0.0
-        self.must_queue = False
-        self.usual = NOTHING_MEASURED
-        """The usual speeds of its model's workers, as of the last decision."""
-        self.routes: Sequence[Route] = ()
-        """The routes that it may take, best first, as of the last decision."""
         self.bookings = Bookings()
         self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
@@ -89,20 +103,8 @@ class RunningAnswer:
         self.queue_entry = queue_entry
         self.lane = lane
         """The lane in which it waits for workers and is judged, for all its life."""
-        self.is_judged = False
-        self.admitted: Admit | None = None
-        """How it was judged when it came, until it has started."""
-        self.is_running = False
-        self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
-        self.last_gap_s = 0.0
         self._text = text
         self._clock = clock
-        self._num_tokens_at_failure = 0
-        self._kept_at: Peer | None = None
-        self._kept_until_s = 0.0
-        self._placed_s = self._first_token_s = self._last_token_s = 0.0
-        self._unsent_text = ""
         if spec.emitted_token_ids:
             self._skip(spec.emitted_token_ids)
 

@@ -128,7 +128,7 @@ class AnswerObserver:
     def more_tokens(self, request: RunningAnswer, num_tokens: int) -> None:
         """Notes tokens in the middle of a steady answer."""
         self._figures.generated_tokens.value += num_tokens
-        self._figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+        self._figures.itl_s.observe_often(request.last_gap_s / num_tokens, num_tokens)
 
     def progressed(self, request: RunningAnswer, attempt: Attempt, delta: Delta) -> bool:
         """Notes what the attempt's events brought. Returns whether the answer is in another state now."""
@@ -220,9 +220,9 @@ class AnswerObserver:
             story.first_token_us = round(ttft_s * 1e6)
             self._keep_promise(request, is_second=False)
             if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
-                figures.itl_s.observe(0.0, num_tokens - 1)
+                figures.itl_s.observe_often(0.0, num_tokens - 1)
         elif request.last_gap_s:
-            figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+            figures.itl_s.observe_often(request.last_gap_s / num_tokens, num_tokens)
         if delta.first_index < 2 <= request.num_tokens and story.second_token_us is None:
             self._keep_promise(request, is_second=True)
 

@@ -73,8 +73,13 @@ class Distribution:
         self.sum = 0.0
         self.exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Takes a value in the unit of the bounds, as often as it was seen."""
+    def observe(self, value: float) -> None:
+        """Takes a value in the unit of the bounds."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_often(self, value: float, times: int) -> None:
+        """Takes a value that was seen this often."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
