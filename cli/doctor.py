@@ -30,12 +30,12 @@ from services.engine.weights.config import load_config
 from services.runtime import last_words
 from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
-from services.runtime.gpu_health import open_gpu
 from services.runtime.kinds import flag, folder, number, redis_url
 from services.runtime.model_size import weight_bytes
 from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GpuState, judge_gpu
+from worker.nvml import open_gpu
 
 MIN_OPEN_FILES = 4096
 MAX_PING_S = 0.005

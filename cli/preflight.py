@@ -21,11 +21,12 @@ from services.engine.weights.config import load_config
 from services.runtime.addresses import join_host_port
 from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
-from services.runtime.gpu_health import GpuFacts, open_gpu
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.kinds import choice, comma_separated, host_name, integer, size_bytes, text
 from services.runtime.memory_limit import memory_limit
 from services.runtime.model_size import start_budget_s, weight_bytes
 from services.runtime.transports import TRANSPORTS
+from worker.nvml import open_gpu
 
 MAX_CLOCK_OFFSET_S = 1.0
 PROCESS_BYTES = 384 << 20

@@ -35,6 +35,7 @@ TESTED_BY = {
     "services/hub/models.py": "services/hub/test_s3.py",
     "services/runtime/engines.py": "worker/test_config.py",
     "services/scheduling/entry.py": "services/scheduling/test_queue.py",
+    "services/runtime/gpu_facts.py": "worker/test_nvml.py",
     "services/runtime/model_size.py": "deploy/test_rules.py",
     "kv_transfer/page_kernels.py": "kv_transfer/test_device_pages.py",
     "kv_transfer/protocol/counters.py": "kv_transfer/protocol/test_receiver.py",

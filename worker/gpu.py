@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from protos import worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.gpu_health import GpuFacts, GpuReader, open_gpu
-from services.runtime.gpu_use import GpuUse
+from services.runtime.gpu_facts import GpuFacts
+from worker.gpu_use import GpuUse
+from worker.nvml import GpuReader, open_gpu
 
 READ_EVERY_S = 1.0
 """As often as an idle worker reports. Chips take seconds to heat up; a reading takes the driver milliseconds."""

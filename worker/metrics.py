@@ -14,9 +14,9 @@ from services.engine.cache.host_tier import HostTierStats
 from services.runtime.addresses import join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
-from services.runtime.gpu_use import GpuUse
 from services.runtime.metrics import Count, Distribution, process_registry
 from worker.config import WorkerConfig
+from worker.gpu_use import GpuUse
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -21,8 +21,9 @@ from starlette.routing import Route
 from gateway.access.keys import ApiKey
 from gateway.dashboard.feed import Feed
 from gateway.dashboard.series import SECONDS
+from gateway.dashboard.waterfall import bars, parts, reasons
 from gateway.http.connections import connection_of
-from gateway.observability.history import AnswerStory, AttemptStory, History, Query, Row, bars, parts, reasons
+from gateway.observability.history import AnswerStory, AttemptStory, History, Query, Row
 from services.runtime.errors import InvalidRequest, NotFound
 
 PAGE_PATH = "/dashboard"

@@ -31,7 +31,7 @@ MAX_CHUNKS = 32
 MAX_STEPS = 64
 """The changes of phase, and the attempts, that a story tells of one answer."""
 
-_PARTS = {
+PRICE_PARTS = {
     "prefill_queue_s": "prefill worker's queue",
     "transfer_s": "transfer",
     "displaced_s": "those who come later",
@@ -128,7 +128,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             # Without a prefill worker there was no other way.
             _us(other_s) if route.prefills else None,
             *(("", None) if rival is None else (rival[0], _us(rival[1]))),
-            {name: _us(term) or 0 for name in _PARTS if (term := inputs.get(name))},
+            {name: _us(term) or 0 for name in PRICE_PARTS if (term := inputs.get(name))},
             predicted_second_us=_us(route.predicted_second_s) or 0,
             predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
             uncorrected_us=(_us(uncorrected_s[0]) or 0, _us(uncorrected_s[1]) or 0) if uncorrected_s else (0, 0),
@@ -330,89 +330,6 @@ class History:
         return is_first_in_time and (itl_s is None or answer.tpot_us <= itl_s * 1e6)
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """A part of an answer's time, in microseconds since the request came. `attempt` counts from 1; 0: before any.
-
-    `chunks` are the steps of a prefill worker within it: (began, ended, tokens of the prompt).
-    """
-
-    phase: str
-    began_us: int
-    ended_us: int
-    attempt: int = 0
-    worker: str = ""
-    chunks: list[tuple[int, int, int]] = []
-
-
-def bars(answer: AnswerStory) -> list[Bar]:
-    """Returns an answer's waterfall: its phases in order, without a gap, up to its end.
-
-    The end of a wait in the queue is the phase `route` where workers were being asked; the beginning of `prefill` is
-    `waiting` where the prompt waited in its worker.
-    """
-    ends = [at_us for _, at_us in answer.steps[1:]] + [answer.ended_us]
-    drawn: list[Bar] = []
-    number = 0
-    for (phase, began_us), ended_us in zip(answer.steps, ends, strict=True):
-        attempts = answer.attempts
-        while number < len(attempts) and attempts[number].placed_us <= began_us and phase != "queue":
-            number += 1
-        attempt = attempts[number - 1] if number else None
-        if phase == "queue":
-            coming = attempts[number] if number < len(attempts) and attempts[number].placed_us <= ended_us else None
-            split_us = ended_us if coming is None else min(max(coming.began_us, began_us), ended_us)
-            drawn.append(Bar("queue", began_us, split_us))
-            if coming is not None:
-                drawn.append(Bar("route", split_us, ended_us, number + 1))
-        elif phase == "prefill" and attempt is not None:
-            worker = attempt.prefill or attempt.decode
-            split_us = min(began_us + attempt.waited_us, ended_us)
-            if split_us > began_us:
-                drawn.append(Bar("waiting", began_us, split_us, number, worker))
-            chunks = [
-                (min(split_us + since_us, ended_us), min(split_us + since_us + spent_us, ended_us), num_tokens)
-                for since_us, spent_us, num_tokens in attempt.chunks
-            ]
-            drawn.append(Bar("prefill", split_us, ended_us, number, worker, chunks))
-        else:
-            between = f"{attempt.prefill} → {attempt.decode}" if attempt and attempt.prefill else ""
-            at = attempt.decode if attempt else ""
-            drawn.append(Bar(phase, began_us, ended_us, number, (between or at) if phase == "transfer" else at))
-    return drawn
-
-
-_REASONS = {
-    "no_prefill_worker": "no prefill worker was available, so the decode worker computed the prompt itself",
-    "short_prompt": "the prompt has few enough tokens to compute (--local-prefill-tokens) for the decode worker itself",
-    "long_prompt": "the prompt has more tokens to compute than decode workers do (--local-prefill-tokens)",
-    "local_itl_too_long": "computing the prompt on the decode worker would have made its answers stutter",
-    "remote_is_cheaper": "a prefill worker was the cheaper way",
-    "local_is_cheaper": "the decode worker itself was the cheaper way",
-    "move": "the decode worker that had it was leaving, so it moved, with its pages",
-}
-
-
-def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
-    """Returns why an attempt went where it went, in sentences without their full stops."""
-    said = [_REASONS.get(attempt.reason, attempt.reason)]
-    if attempt.way_us is not None and attempt.other_way_us is not None:
-        other = "the decode worker itself" if attempt.is_remote else "a prefill worker"
-        said.append(f"this way cost {_said(attempt.way_us)}, {other} {_said(attempt.other_way_us)}")
-    if attempt.rival and attempt.rival_us is not None and attempt.price_us is not None:
-        more_us = attempt.rival_us - attempt.price_us
-        more = f"{_said(abs(more_us))} {'more' if more_us > 0 else 'less'}" if more_us else "the same price"
-        said.append(f"the next best was {attempt.rival}, for {more}")
-    if attempt.cached_tokens:
-        said.append(f"{attempt.cached_tokens} of {prompt_tokens} tokens of the prompt were expected in its cache")
-    return said
-
-
-def parts(attempt: AttemptStory) -> dict[str, int]:
-    """Returns the parts of the price, in microseconds by name, the largest first; without those that are 0."""
-    by_size = sorted(attempt.parts_us.items(), key=lambda part: -part[1])
-    return {_PARTS.get(name, name): spent_us for name, spent_us in by_size if spent_us}
-
-
 def _has_all(text: str, words: Sequence[str]) -> bool:
     return all(word in text for word in words)
 
@@ -421,7 +338,3 @@ def _us(seconds: float | int | str | None) -> int | None:
     """Returns the time in microseconds; None where a worker reports an impossible one."""
     microseconds = math.nan if seconds is None else float(seconds) * 1e6
     return round(microseconds) if -1e15 < microseconds < 1e15 else None
-
-
-def _said(microseconds: int) -> str:
-    return f"{microseconds / 1e3:.3g} ms" if microseconds < 999_500 else f"{microseconds / 1e6:.3g} s"

@@ -8,7 +8,7 @@ from gateway.topology.presence import Seen
 from gateway.topology.reports import WorkerLoad
 from gateway.topology.session import WorkerSession
 from services.cluster.registry import WorkerRecord
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.reach import Obstacle
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement

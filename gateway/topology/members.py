@@ -21,7 +21,7 @@ from gateway.topology.views import USUAL_S, ModelWorkers, Rotation, UsualSpeeds,
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu

@@ -8,7 +8,7 @@ import msgspec
 
 from protos import cluster_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.scheduling.links import MAX_PEERS, PeerLink, PeerLinks
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 

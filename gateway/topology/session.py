@@ -31,7 +31,7 @@ from services.runtime.errors import (
     WorkerLost,
     WorkerUnavailable,
 )
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.membership import Proof
 from services.scheduling.links import NO_LINKS, PeerLinks
 from services.structured.form_places import SentForms

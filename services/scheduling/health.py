@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from services.runtime.breaker import WINDOW_S, CircuitState
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.scheduling.breakers import Breakers
 
 SLOW_WINDOW_S = 1.5

@@ -17,7 +17,7 @@ from cli.main import main
 from cli.preflight import PreflightSettings
 from services.cluster import probe as redis_probe
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.memory_limit import MemoryLimit
 
 ROOT = Path(__file__).resolve().parents[2]

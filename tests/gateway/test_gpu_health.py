@@ -9,7 +9,7 @@ from gateway.requests.dispatch import _slowed
 from gateway.topology.watch import LEAST_WEIGHT, WorkerWatch
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.runtime.clock import ManualClock
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.scheduling.health import GpuJudgement, GpuState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing.views import WorkerView

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from services.runtime import gpu_health
 from services.runtime.clock import ManualClock
-from services.runtime.gpu_health import GpuFacts, GpuReader, open_gpu
+from services.runtime.gpu_facts import GpuFacts
 from tests.fake_nvml import LOST, NOT_FOUND, Nvml
 from tests.stopwatch import Stopwatch
 from worker import gpu as gpu_watch
 from worker.gpu import SILENT_S, GpuWatch, gpu_message, watch_gpu
+from worker.nvml import GpuReader, open_gpu
 
 LIMIT_S = 10
 
@@ -166,7 +166,7 @@ def test_a_fault_of_the_figures_that_nothing_depends_on_ends_them_and_not_the_wa
 
 def test_the_gpu_of_a_uuid_is_watched_and_without_one_there_is_no_thread(monkeypatch):
     nvml = Nvml()
-    monkeypatch.setattr(gpu_watch, "open_gpu", lambda device: gpu_health.open_gpu(device, nvml=nvml))
+    monkeypatch.setattr(gpu_watch, "open_gpu", lambda device: open_gpu(device, nvml=nvml))
     num_threads = threading.active_count()
     assert watch_gpu(None) is None
     assert threading.active_count() == num_threads

@@ -1,29 +1,13 @@
 """What a gateway remembers: bounded, found again, told without a gap; and the figures of each second."""
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from gateway.observability.history import (
-    ROW_BYTES,
-    AnswerStory,
-    AttemptStory,
-    History,
-    Query,
-    Row,
-    bars,
-    parts,
-    reasons,
-)
+from gateway.dashboard.waterfall import parts, reasons
+from gateway.observability.history import ROW_BYTES, AnswerStory, AttemptStory, History, Query, Row
 from services.scheduling.overload import Targets
-from services.scheduling.routing.route import Route, rival_of
-from services.scheduling.routing.router import Router
-from services.scheduling.routing.views import RouteRequest, WorkerView
+from services.scheduling.routing.route import Route
 
 PHASES = ("queue", "prefill", "transfer", "decode")
 
@@ -92,103 +76,6 @@ def test_a_request_is_good_if_all_its_answers_were_in_time() -> None:
     assert history.note_end("finished", [answer(None, 0)])
     assert history.num_ended == {"finished": 4, "failed": 1, "good": 2}
     assert History().note_end("finished", [answer(10**9, 10**9)])
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> AnswerStory:
-    """Any order of phases; each prefill has an attempt that workers took at its beginning, most of the time."""
-    at_us, steps, attempts = 0, [("queue", 0)], []
-    for phase in draw(st.lists(st.sampled_from(PHASES), max_size=12)):
-        since_us = at_us
-        at_us += draw(st.integers(0, 1000))
-        steps.append((phase, at_us))
-        if phase == "prefill" and draw(st.booleans()):
-            began_us = draw(st.integers(since_us - 10, at_us + 10))
-            attempts.append(AttemptStory(began_us, at_us, "d", waited_us=draw(st.integers(0, 2000))))
-    return AnswerStory(steps, attempts, ended_us=at_us + draw(st.integers(0, 1000)))
-
-
-@given(story=stories())
-def test_bars_are_the_whole_time_without_a_gap(story: AnswerStory) -> None:
-    drawn = bars(story)
-    assert drawn[0].began_us == 0
-    assert drawn[-1].ended_us == story.ended_us
-    for one, other in itertools.pairwise(drawn):
-        assert one.ended_us == other.began_us
-    assert all(bar.began_us <= bar.ended_us for bar in drawn)
-    assert {bar.phase for bar in drawn} <= {*PHASES, "route", "waiting"}
-
-
-def test_a_failover_has_the_bars_of_both_attempts() -> None:
-    story = AnswerStory(
-        [("queue", 0), ("prefill", 30), ("decode", 90), ("queue", 100), ("prefill", 150), ("decode", 180)],
-        [
-            AttemptStory(20, 30, "d-0", "p-0", waited_us=10, chunks=[(0, 20, 512), (25, 90, 9)], failure="worker_lost"),
-            AttemptStory(140, 150, "d-1", reason="local_is_cheaper"),
-        ],
-        ended_us=200,
-    )
-    assert bars(story)[3].chunks == [(40, 60, 512), (65, 90, 9)]
-    assert [(bar.phase, bar.began_us, bar.ended_us, bar.attempt, bar.worker) for bar in bars(story)] == [
-        ("queue", 0, 20, 0, ""),
-        ("route", 20, 30, 1, ""),
-        ("waiting", 30, 40, 1, "p-0"),
-        ("prefill", 40, 90, 1, "p-0"),
-        ("decode", 90, 100, 1, "d-0"),
-        ("queue", 100, 140, 0, ""),
-        ("route", 140, 150, 2, ""),
-        ("prefill", 150, 180, 2, "d-1"),
-        ("decode", 180, 200, 2, "d-1"),
-    ]
-
-
-def view(worker_id: str, **fields: Any) -> WorkerView:
-    defaults = {"pages_total": 1000, "pages_available": 1000, "num_requests": 0, "waiting_tokens": 0}
-    return WorkerView(worker_id, worker_id, max_sequence_tokens=4096, **{**defaults, **fields})
-
-
-def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
-    """The rival is the worker that would have been chosen, by its price, without the chosen one."""
-    prefills = [view("p-0"), view("p-1", waiting_tokens=50_000)]
-    decodes = [view("d-0", waiting_tokens=400), view("d-1"), view("d-2", waiting_tokens=90_000)]
-    asked = RouteRequest(num_prompt_tokens=1000, max_new_tokens=50, cached_tokens={"p-0": 320})
-    routes = Router().route(asked, prefills, decodes, now_s=0.0)
-    route, second = routes[0], routes[1]
-    assert rival_of(routes, route) == (second.decode.worker_id, pytest.approx(second.inputs["price_s"]))
-    assert rival_of(routes, second) == (route.decode.worker_id, pytest.approx(route.inputs["price_s"]))
-    assert rival_of(routes[:2], route) == (second.decode.worker_id, second.inputs["price_s"])
-    assert rival_of(routes[:1], route) is None
-
-    story = AnswerStory([("queue", 0)])
-    story.note_route(route, rival_of(routes, route), prefill="p-0", began_us=5, placed_us=9)
-    attempt = story.attempts[0]
-    assert (attempt.decode, attempt.prefill, attempt.cached_tokens) == (route.decode.worker_id, "p-0", 320)
-    assert attempt.predicted_ttft_us == round(route.predicted_ttft_s * 1e6)
-    assert attempt.predicted_second_us == round(route.predicted_second_s * 1e6)
-    assert attempt.predicted_exposed_us == round(float(route.inputs["exposed_s"]) * 1e6) > 0
-    assert story.predicted() is attempt
-    said = reasons(attempt, 1000)
-    assert said[0] == "a prefill worker was the cheaper way"
-    assert said[2].startswith(f"the next best was {second.decode.worker_id}, for ")
-    assert said[2].endswith(" more")
-    attempt.rival_us = attempt.price_us
-    assert reasons(attempt, 1000)[2] == f"the next best was {second.decode.worker_id}, for the same price"
-    assert said[3] == "320 of 1000 tokens of the prompt were expected in its cache"
-    spent = list(parts(attempt).values())
-    assert spent == sorted(spent, reverse=True)
-    assert "generating" in parts(attempt)
-    # What was tried again has nothing to be compared with.
-    story.note_route(route, None, prefill="p-0", began_us=15, placed_us=19)
-    assert story.predicted() is None
-
-
-def test_without_prefill_workers_there_was_no_other_way() -> None:
-    routes = Router().route(RouteRequest(num_prompt_tokens=10, max_new_tokens=5), [], [view("d-0")], now_s=0.0)
-    story = AnswerStory([("queue", 0)])
-    story.note_route(routes[0], rival_of(routes, routes[0]), prefill="", began_us=0, placed_us=1)
-    assert reasons(story.attempts[0], 10) == [
-        "no prefill worker was available, so the decode worker computed the prompt itself"
-    ]
 
 
 def test_a_story_has_a_bound() -> None:

@@ -26,11 +26,11 @@ from services.cluster.memory import MemoryUse
 from services.engine.cache.host_tier import HostTierStats
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
-from services.runtime.gpu_health import GpuFacts
-from services.runtime.gpu_use import GpuUse
+from services.runtime.gpu_facts import GpuFacts
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import judge_gpu
 from worker.config import WorkerConfig
+from worker.gpu_use import GpuUse
 from worker.metrics import Load as OwnLoad
 from worker.metrics import WorkerMetrics
 

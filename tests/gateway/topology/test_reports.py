@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.topology.reports import read_gpu, read_links, read_load
 from protos import worker_pb2
-from services.runtime.gpu_health import THROTTLE_REASONS, GpuFacts
+from services.runtime.gpu_facts import THROTTLE_REASONS, GpuFacts
 from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from worker.gpu import gpu_message

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_facts import GpuFacts
 from services.scheduling.health import (
     JUDGE_EVERY_S,
     MAX_PROBATION_S,

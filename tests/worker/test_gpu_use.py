@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from services.runtime.gpu_health import open_gpu
-from services.runtime.gpu_use import GpuUse
 from tests import fake_nvml
 from tests.fake_nvml import HANDLE, NOT_SUPPORTED, Nvml
+from worker.gpu_use import GpuUse
 from worker.metrics import WorkerMetrics
+from worker.nvml import open_gpu
 
 RATES = {"kernels": 0.97, "memory": 0.6}
 COUNTERS = {"sm": 0.93, "warps": 0.515, "tensor": 0.4, "dram": 0.78}

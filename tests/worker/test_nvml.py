@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from services.runtime.gpu_health import GOOD_READINGS, THROTTLE_REASONS, GpuFacts, open_gpu
+from services.runtime.gpu_facts import THROTTLE_REASONS, GpuFacts
 from tests.fake_nvml import EVENTS, HANDLE, LIBRARY_NOT_FOUND, LOST, NOT_FOUND, NOT_SUPPORTED, OWN, TIMEOUT, Nvml
+from worker.nvml import GOOD_READINGS, open_gpu
 
 
 def test_everything_that_it_says():
