@@ -1,1 +1,4 @@
-"""The gRPC API, the HTTP bridge and the life of a request."""
+"""The gateway: clients' APIs, the life of requests, and sessions with workers.
+
+It never loads torch, holds no pages, and imports neither worker's code nor the engine.
+"""

@@ -1,1 +1,4 @@
-"""What every service is built from."""
+"""What every program is built from.
+
+Imports none of the programs above it.
+"""

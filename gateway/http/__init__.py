@@ -1,1 +1,4 @@
-"""The HTTP server below the API: connections, bodies, limits, browsers."""
+"""The HTTP server below the API: connections, bodies, limits, browsers.
+
+Knows no route, and nothing of what requests mean.
+"""

@@ -1,1 +1,4 @@
-"""The spelling of OpenAI's API: bodies to calls, answers to bodies and events."""
+"""The spelling of OpenAI's API: bodies to calls, answers to bodies and events.
+
+Knows no connection and no worker.
+"""

@@ -1,1 +1,4 @@
-"""Runs a model over a paged KV cache; no gRPC, no redis, no protobuf."""
+"""Runs a model over a paged KV cache.
+
+No gRPC, no Redis, no protobuf, no gateway; one thread owns it.
+"""

@@ -1,1 +1,4 @@
-"""Pure policies: plain data and a time in, a decision out; no I/O, no clock."""
+"""Pure policies: plain data and a time in, a decision out.
+
+No I/O, no clock, no session, no registry.
+"""

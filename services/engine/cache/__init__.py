@@ -1,1 +1,4 @@
-"""The pages of the KV cache, and where they go when the pool is full."""
+"""The pages of the KV cache, and where they go when the pool is full.
+
+Knows nothing of models, sequences' tokens or transfers.
+"""

@@ -1,1 +1,4 @@
-"""The CPU kernels: C++ sources, their builder and the binding; results of a row never depend on the other rows."""
+"""The CPU kernels: C++ sources, their builder and the binding.
+
+Results of a row never depend on the other rows. Knows no model and no page's holder.
+"""

@@ -1,1 +1,4 @@
-"""Plain data of a step: sequences, plans, outcomes, guesses."""
+"""Plain data of a step: sequences, plans, outcomes, guesses.
+
+Computes nothing and knows no device.
+"""

@@ -1,1 +1,4 @@
-"""From a checkpoint to weights in memory, shared or split."""
+"""From a checkpoint to weights in memory, shared or split.
+
+Knows no cache and no step.
+"""
