@@ -1,4 +1,4 @@
 """The readable decoder, the oracle of the fast ones.
 
-It is never tuned, and imports none of them.
+It is written to be read, and never tuned.
 """
