@@ -41,7 +41,7 @@ class GpuUse:
 class UseReader:
     """Asks one GPU through `ask(names of functions, *arguments)`, which gives None where none answers. Close it."""
 
-    def __init__(self, nvml: ModuleType, handle: object, ask: Callable[..., Any]) -> None:
+    def __init__(self, nvml: ModuleType, handle: object, *, ask: Callable[..., Any]) -> None:
         self._nvml = nvml
         self._handle = handle
         self._ask = ask

@@ -68,7 +68,7 @@ class GpuReader:
             except nvml.NVMLError as error:
                 log.info("no Xid events of the GPU: %s", error)
                 self._free_events()
-        self._use = UseReader(nvml, handle, self._ask)
+        self._use = UseReader(nvml, handle, ask=self._ask)
 
     def read(self) -> GpuFacts:
         """Returns all that the GPU says now. A fact that cannot be had is None, never an error."""
