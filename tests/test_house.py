@@ -33,7 +33,6 @@ MANY_PARAMETERS = {
     "decode_worker/scheduler.py:BatchScheduler.add": 8,
     "gateway/batches/runner.py:Batches.__init__": 8,
     "gateway/requests/acceptance.py:Acceptance.__init__": 9,
-    "gateway/requests/acceptance.py:Acceptance._begin": 7,
     "gateway/requests/lifecycle.py:Requests.__init__": 14,
     "kv_transfer/receive_thread.py:FramePlacer.__init__": 9,
     "kv_transfer/receiving.py:LinkReceiver.__init__": 14,

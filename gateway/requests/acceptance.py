@@ -49,6 +49,15 @@ FormOf = Callable[[Call, ServedModel, Sequence[int]], Awaitable[AnswerForm | Non
 text; raises InvalidRequest."""
 
 
+class _Arrival(msgspec.Struct, frozen=True):
+    """When a call came, by the monotonic clock and since 1970, and its deadline. `is_own`: its client named that."""
+
+    at_s: float
+    unix_ns: int
+    deadline: Deadline
+    is_own: bool = False
+
+
 class Acceptance:
     """The calls that this gateway has accepted and that have not ended.
 
@@ -116,7 +125,7 @@ class Acceptance:
         if call.deadline is not None:
             deadline = deadline.sooner(call.deadline)
         deadline.check()
-        is_own = deadline.at_s < latest.at_s
+        arrival = _Arrival(arrived_s, arrived_unix_ns, deadline, deadline.at_s < latest.at_s)
         self._check(call)
         limits = self.limits(model)
         check_sampling(call.sampling, limits, prefix=call.field_prefix)
@@ -125,16 +134,14 @@ class Acceptance:
             self._check_room(call, model, deadline)
         if call.ticket is None:
             stored = await self._stored(call, model, limits)
-            accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, is_own=is_own)
+            accepted = self._begin(stored, model, arrival)
         else:
             # Before the texts become tokens, which is the costliest step here.
             await call.ticket.enter()
             try:
                 stored = await self._stored(call, model, limits)
                 await _charge(call, call.ticket, stored.choices)
-                accepted = self._begin(
-                    stored, model, deadline, arrived_s, arrived_unix_ns, ticket=call.ticket, is_own=is_own
-                )
+                accepted = self._begin(stored, model, arrival, ticket=call.ticket)
             except BaseException as error:
                 # A request that is wrong counts as one; one that is refused does not.
                 is_wrong = isinstance(error, InvalidRequest)
@@ -181,7 +188,7 @@ class Acceptance:
             raise InvalidRequest("the stored call has no answer", field="choices")
         for choice in stored.choices:
             _check_stored(choice, model.limits)
-        accepted = self._begin(stored, model, deadline, self._clock.monotonic(), self._clock.unix_ns())
+        accepted = self._begin(stored, model, _Arrival(self._clock.monotonic(), self._clock.unix_ns(), deadline))
         if call is not None:
             self._allow_fallback(accepted, call)
         return accepted
@@ -237,30 +244,22 @@ class Acceptance:
             accepted.call = call
 
     def _begin(
-        self,
-        stored: StoredCall,
-        model: ServedModel,
-        deadline: Deadline,
-        arrived_s: float,
-        arrived_unix_ns: int,
-        *,
-        ticket: TenantTicket | None = None,
-        is_own: bool = False,
+        self, stored: StoredCall, model: ServedModel, arrival: _Arrival, *, ticket: TenantTicket | None = None
     ) -> AcceptedCall:
-        """Takes the call's id and starts its span. `is_own`: its client named the deadline."""
+        """Takes the call's id and starts its span."""
         request_id = self._take_id(stored.request_id, stored.facts.tenant)
-        span = self._start_span(stored, arrived_s, arrived_unix_ns)
+        span = self._start_span(stored, arrival)
         specs = self._specs(
             stored.choices,
             model,
             request_id=request_id,
             facts=stored.facts,
-            deadline=deadline,
-            has_own_deadline=is_own,
+            deadline=arrival.deadline,
+            has_own_deadline=arrival.is_own,
             wishes=stored.wishes,
             span=span,
-            arrived_s=arrived_s,
-            arrived_unix_ns=arrived_unix_ns,
+            arrived_s=arrival.at_s,
+            arrived_unix_ns=arrival.unix_ns,
         )
         return AcceptedCall(
             specs,
@@ -403,9 +402,9 @@ class Acceptance:
         if not self._active_ids:
             self._is_idle.set()
 
-    def _start_span(self, stored: StoredCall, arrived_s: float, arrived_unix_ns: int) -> RequestSpans:
+    def _start_span(self, stored: StoredCall, arrival: _Arrival) -> RequestSpans:
         parent = telemetry.extract(stored.traceparent, stored.tracestate) if stored.traceparent else None
-        span = self._tracing.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
+        span = self._tracing.begin(parent, arrived_s=arrival.at_s, arrived_unix_ns=arrival.unix_ns)
         if stored.resumes:
             span.add_link(telemetry.extract(stored.resumes), "resumed")
         return span
