@@ -2,8 +2,10 @@
 
 Prompts of 1,200 and 2,500 tokens go to a cluster of one prefill worker and two decode workers, the first of them behind
 a slow link. It prints where each request went, when its second token was predicted and when it came; then, while
-nothing is sent, how much the slow link is tried with, and how long it takes until its recovery is noticed. Exit code 1
-if a prediction was off by more than a quarter after ten requests, or the recovery was not noticed within 30 s.
+nothing is sent, how much the slow link is tried with, and how long it takes until its recovery is noticed. That is left
+out where nothing went over the slow link; with `--remote` the first prompts do. Exit code 1 if a prediction was off by
+more than a quarter, and by more than a busy machine explains, after ten requests (`off`; `not_close` counts a quarter
+alone), or the recovery was not noticed within 30 s.
 """
 
 from __future__ import annotations
