@@ -144,7 +144,8 @@ class HttpProtocol(HttpToolsProtocol):
             if not self.cycle.is_wanted and not self.cycle.response_complete:
                 # The door is asked first. What was read with the head is all that is held until then.
                 self.flow.pause_reading()
-            self._all.turns.note_read(self.flow, size, is_wanted=not self.cycle.response_started)
+            is_wanted, num_left = not self.cycle.response_started, self._body_left_bytes
+            self._all.turns.note_read(self.flow, size, is_wanted=is_wanted, num_left=num_left)
         elif not self._is_answer_owed():
             self._expect_head()
 

@@ -2,7 +2,8 @@
 
 Receiving a megabyte takes the loop the same time whether it is used or dropped. All bodies that need several reads
 therefore share one rate. Above it the gateway stops reading, and TCP's flow control holds the client's bytes back. A
-body that came in one read with its head never waits. Knows no HTTP.
+body that came in one read with its head never waits, and one of which little is left does not wait for all the others:
+such bodies have every second turn. Knows no HTTP.
 """
 
 import asyncio
@@ -17,6 +18,10 @@ MIN_READ_BYTES = 4 * 1024
 """The least that a read counts: a byte costs the loop nearly as much."""
 TURN_S = 1e-3
 """The least time between two turns, so that what was read in the first is known before the second."""
+
+
+SMALL_BYTES = 64 * 1024
+"""What may be left of a body that has every second turn."""
 
 
 class Flow(FlowControl):
@@ -57,36 +62,42 @@ class ReadingTurns:
         self._bytes_per_s = bytes_per_s
         self._paid_until_s = 0.0
         """The time until which the rate is spent on what was read."""
+        self._small: dict[Flow, None] = {}
         self._wanted: dict[Flow, None] = {}
         self._dropped: dict[Flow, None] = {}
+        self._was_small = False
+        """Whether the last turn was for one of `_small`."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note_read(self, flow: Flow, num_bytes: int, *, is_wanted: bool) -> None:
-        """A connection has read a part of a body, and more is to come."""
+    def note_read(self, flow: Flow, num_bytes: int, *, is_wanted: bool, num_left: int = -1) -> None:
+        """A connection has read a part of a body, and more is to come: `num_left` bytes, -1: an unknown number."""
         now_s = asyncio.get_running_loop().time()
         cost_s = max(num_bytes, MIN_READ_BYTES) / self._bytes_per_s
         self._paid_until_s = max(self._paid_until_s, now_s - BURST_S) + cost_s
         if self._paid_until_s > now_s:
             flow.lose_turn()
-            (self._wanted if is_wanted else self._dropped)[flow] = None
+            is_small = 0 <= num_left <= SMALL_BYTES
+            (self._dropped if not is_wanted else self._small if is_small else self._wanted)[flow] = None
             self._set_timer()
 
     def leave(self, flow: Flow) -> None:
         """A connection has ended."""
-        self._wanted.pop(flow, None)
-        self._dropped.pop(flow, None)
+        for queue in (self._small, self._wanted, self._dropped):
+            queue.pop(flow, None)
 
     def _set_timer(self) -> None:
-        if self._timer is None and (self._wanted or self._dropped):
+        if self._timer is None and (self._small or self._wanted or self._dropped):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(self._paid_until_s, loop.time() + TURN_S), self._give)
 
     def _give(self) -> None:
         self._timer = None
-        queue = self._wanted or self._dropped
+        first, second = (self._wanted, self._small) if self._was_small else (self._small, self._wanted)
+        queue = first or second or self._dropped
         # The turn before this one may have taken more than was known when the timer was set.
         if queue and self._paid_until_s <= asyncio.get_running_loop().time():
             flow = next(iter(queue))
             del queue[flow]
+            self._was_small = queue is self._small
             flow.gain_turn()
         self._set_timer()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http import reading_turns
-from gateway.http.reading_turns import BURST_S, MIN_READ_BYTES, Flow, ReadingTurns
+from gateway.http.reading_turns import BURST_S, MIN_READ_BYTES, SMALL_BYTES, Flow, ReadingTurns
 
 RATE = 2**20
 PIECE = 256 * 1024
@@ -37,8 +37,8 @@ class Time:
 class Sender:
     """A connection whose client always has more to send."""
 
-    def __init__(self, turns, *, is_wanted=True, piece_bytes=PIECE):
-        self.turns, self.is_wanted, self.piece_bytes = turns, is_wanted, piece_bytes
+    def __init__(self, turns, *, is_wanted=True, piece_bytes=PIECE, num_left=-1):
+        self.turns, self.is_wanted, self.piece_bytes, self.num_left = turns, is_wanted, piece_bytes, num_left
         self.num_bytes, self.is_reading = 0, True
         switch = SimpleNamespace(pause_reading=lambda: self.set(False), resume_reading=lambda: self.set(True))
         self.flow = Flow(switch)
@@ -49,7 +49,7 @@ class Sender:
     def read(self):
         if self.is_reading:
             self.num_bytes += self.piece_bytes
-            self.turns.note_read(self.flow, self.piece_bytes, is_wanted=self.is_wanted)
+            self.turns.note_read(self.flow, self.piece_bytes, is_wanted=self.is_wanted, num_left=self.num_left)
 
 
 @pytest.fixture
@@ -125,3 +125,15 @@ def test_it_reads_where_it_is_wished_and_has_its_turn(steps):
         is_wished = is_wished if step in ("lose_turn", "gain_turn") else step == "resume_reading"
         has_turn = has_turn if step in ("pause_reading", "resume_reading") else step == "gain_turn"
         assert sender.is_reading is (is_wished and has_turn)
+
+
+def test_bodies_of_which_little_is_left_have_every_second_turn(time):
+    """They wait for one large read, and not for one of each large body; and large ones get on beside many of them."""
+    turns = ReadingTurns(RATE)
+    large = [Sender(turns, num_left=num_left) for num_left in (SMALL_BYTES + 1, -1) * 20]
+    small = [Sender(turns, piece_bytes=MIN_READ_BYTES, num_left=SMALL_BYTES) for _ in range(2)]
+    run(time, large + small, 20.0)
+    num_large = sum(sender.num_bytes for sender in large) // PIECE
+    num_small = sum(sender.num_bytes for sender in small) // MIN_READ_BYTES
+    assert num_large > 60
+    assert abs(num_small - num_large) <= len(large) + 1  # each has a first read without a turn
