@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,12 @@ from gateway.access.keys import digest_of_key, new_key
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+MIB = 2**20
+MOST_GROWTH_MIB = 64
+"""Above stated bounds, while something is sent."""
+LEFT_MIB = 16
+"""What may be left of it after BACK_S."""
+BACK_S = 5.0
 ADMIN, VICTIM, ATTACKER = "admin", "victim", "attacker"
 """Names in `Target.keys`; the latter two are tenants too."""
 
@@ -104,6 +111,26 @@ def rss_mib(pid: int) -> float:
     """Resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+async def memory_row(target: Target, what: str, flood: Callable[[], Awaitable[int]], *, bound_mib: int = 0) -> Row:
+    """What the gateway's memory grows by while `flood` sends bytes, whose number it returns, and BACK_S after it.
+
+    `bound_mib`: what it may hold of them, as the documents say.
+    """
+    before = most = target.rss_mib()
+    task = asyncio.ensure_future(flood())
+    while not task.done():
+        most = max(most, target.rss_mib())
+        await asyncio.wait((task,), timeout=0.02)
+    sent_mib = await task / MIB
+    until_s = time.monotonic() + BACK_S
+    while (after := target.rss_mib()) > before + LEFT_MIB and time.monotonic() < until_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    held = most - before < bound_mib + MOST_GROWTH_MIB and after - before <= LEFT_MIB
+    expected = f"at most +{bound_mib + MOST_GROWTH_MIB} MiB, +{LEFT_MIB} after {BACK_S:g} s"
+    happened = f"took {sent_mib:.0f} MiB, +{most - before:.0f} MiB at most, {after - before:+.0f} MiB after it"
+    return Row(what, expected, happened, held)
 
 
 @contextlib.asynccontextmanager

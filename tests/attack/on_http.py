@@ -12,21 +12,18 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
 
-from tests.attack.base import ADMIN, ATTACKER, VICTIM, Row, Target, attack, cluster
+from tests.attack.base import ADMIN, ATTACKER, MIB, VICTIM, Row, Target, attack, cluster, memory_row
 
-MIB = 2**20
 SENT_MIB = 2000
 """By each attack on memory; what was found took 50 MiB for a gigabyte."""
 FLOOD_S = 60.0
 NUM_FLOODING = 4
 RETRY_S = 0.2
-MOST_GROWTH_MIB = 64
-BACK_S = 5.0
 ANSWER_S = 15.0
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = LINE + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -83,22 +80,6 @@ async def _flood(target: Target, head: bytes, more: bytes) -> int:
     return num_bytes
 
 
-async def _memory_row(target: Target, what: str, flood: Callable[[], object]) -> Row:
-    before = target.rss_mib()
-    most = before
-    task = asyncio.ensure_future(flood())  # type: ignore[arg-type]
-    while not task.done():
-        most = max(most, target.rss_mib())
-        await asyncio.wait((task,), timeout=0.02)
-    sent_mib = await task / MIB
-    until = time.monotonic() + BACK_S
-    while (after := target.rss_mib()) > before + 16 and time.monotonic() < until:  # noqa: ASYNC110 - a process' memory
-        await asyncio.sleep(0.1)
-    held = most - before < MOST_GROWTH_MIB
-    happened = f"took {sent_mib:.0f} MiB, +{most - before:.0f} MiB at most, +{after - before:.0f} MiB after it"
-    return Row(what, f"at most +{MOST_GROWTH_MIB} MiB", happened, held)
-
-
 @attack(1, 20)
 async def endless_framing(target: Target) -> Sequence[Row]:
     """What is beside a chunked body: no key is shown."""
@@ -108,10 +89,10 @@ async def endless_framing(target: Target) -> Sequence[Row]:
         ("long trailers without end, no key", b"0\r\n", (b"a: " + b"b" * 4000 + b"\r\n") * 16),
         ("one chunk extension without end, no key", b"5;a=", b"b" * 65536),
     ):
-        rows.append(await _memory_row(target, what, lambda f=first, m=more: _flood(target, CHUNKED + f, m)))
+        rows.append(await memory_row(target, what, lambda f=first, m=more: _flood(target, CHUNKED + f, m)))
     key = LINE + f"Authorization: Bearer {target.keys.get(ATTACKER, '')}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     flood = lambda: _flood(target, key + b"0\r\n", b"a: b\r\n" * 9600)  # noqa: E731
-    rows.append(await _memory_row(target, "small trailers without end, a good key", flood))
+    rows.append(await memory_row(target, "small trailers without end, a good key", flood))
     return rows
 
 
@@ -124,7 +105,7 @@ async def unread_bodies(target: Target) -> Sequence[Row]:
         sent = await asyncio.gather(*(_flood_once(target, head + b" " * 200_000) for _ in range(1000)))
         return sum(sent)
 
-    return [await _memory_row(target, "1,000 connections with 200 KB of a body, no key", flood)]
+    return [await memory_row(target, "1,000 connections with 200 KB of a body, no key", flood)]
 
 
 async def _flood_once(target: Target, data: bytes) -> int:
