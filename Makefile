@@ -20,7 +20,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat compat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring test-alert-mutants test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat compat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -100,6 +100,9 @@ test-alert-mutants: install-dev ## break each alert in every small way and see a
 
 test-monitoring: install-dev ## a real Prometheus with every rule and every dashboard on a cluster under load (ARGS: flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.monitoring.run $(ARGS)
+
+check-traces: install-dev ## 1,000 traces of a cluster through a checker of their structure and conventions (ARGS: flags; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.traces.run $(ARGS)
 
 test-gpu: install-dev ## the tests that need a CUDA device
 	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)

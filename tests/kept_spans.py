@@ -33,6 +33,9 @@ class KeptSpans:
         """Nothing is left to do."""
 
     def named(self, name: str) -> list[Span]:
+        """Those of a name; "request": the spans of whole requests, whose names are their operations and models."""
+        if name == "request":
+            return [span for span in self.spans if span.is_server and span.name != "attach"]
         return [span for span in self.spans if span.name == name]
 
     def one(self, name: str) -> Span:

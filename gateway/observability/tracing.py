@@ -1,6 +1,6 @@
 """A request's spans: the phases of each of its answers, one after the other, and what happened in them.
 
-    request                 from its arrival until its answer was sent
+    chat MODEL              from its arrival until its answer was sent
       queue                 it waits for workers
       route                 workers are asked to take it, until they have
       prefill               until its first token, or the next one after a failure, has arrived
@@ -63,6 +63,16 @@ class Origin(NamedTuple):
         elif not is_cancelled(error):
             said["http.response.status_code"] = status.http_status(error)
         return said
+
+
+def name_of(described: Mapping[str, Value]) -> str:
+    """Returns the name of a request's span by the conventions: the operation and the model.
+
+    A model that does not exist is left out: names are what spans are counted by, and clients may write anything.
+    """
+    operation = str(described.get("gen_ai.operation.name", "request"))
+    model = described.get("gen_ai.request.model") if "gen_ai.response.model" in described else None
+    return f"{operation} {model}" if model else operation
 
 
 class Tracing:
@@ -221,7 +231,7 @@ class RequestSpans:
             has_token = any(answer.first_token_s is not None for answer in self._answers)
             described = {**described, **self.origin.describe(error, has_token=has_token)}
         request = Span(
-            "request",
+            name_of(described),
             context,
             0 if self._parent is None else self._parent.span_id,
             self._arrived_unix_ns,

@@ -313,7 +313,8 @@ class AcceptedCall:
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.seed": sampling.seed,
             "gen_ai.response.model": self.model,
-            "gen_ai.response.finish_reasons": totals.finish_reasons,
+            # An answer whose client left has none: the conventions know no such reason.
+            "gen_ai.response.finish_reasons": [one for one in totals.finish_reasons if one != "cancelled"],
             "gen_ai.usage.input_tokens": sum(map(len, prompts.values())),
             "gen_ai.usage.output_tokens": totals.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
