@@ -48,7 +48,7 @@ def test_a_whole_answer():
         b'"service_tier":"default","object":"chat.completion","choices":[{"index":0,"message":'
         b'{"role":"assistant","content":"A","refusal":null},"logprobs":null,"finish_reason":"stop","token_ids":[65]}],'
         b'"usage":{"prompt_tokens":2,"completion_tokens":3,"total_tokens":5,'
-        b'"prompt_tokens_details":{"cached_tokens":1}}}'
+        b'"prompt_tokens_details":{"cached_tokens":1}},"prompt_token_ids":[65,66]}'
     )
 
 

@@ -25,7 +25,7 @@ def test_events_of_a_stream():
     assert stream == b"".join(
         START + choice + b"]}\n\n"
         for choice in (
-            b'{"index":0,"text":"a","logprobs":null,"finish_reason":null,"token_ids":[97]}',
+            b'{"index":0,"text":"a","logprobs":null,"finish_reason":null,"token_ids":[97],"prompt_token_ids":[65,66]}',
             b'{"index":0,"text":"","logprobs":null,"finish_reason":"length"}',
         )
     )
