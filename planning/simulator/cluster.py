@@ -128,6 +128,8 @@ class Cluster:
         self.spec = spec
         self.bucket_s = max(1.0, last_arrival_s / MAX_BUCKETS)
         self.num_ended = 0
+        self.answered = (0, 0)
+        """Answers that are complete, and their tokens."""
         self.num_to_come = 0
         """Requests that have not ended, those included that have not arrived."""
         self._loop = loop
@@ -141,7 +143,7 @@ class Cluster:
         self._retries: deque[Job] = deque()
         self._is_draining = False
         self.transfers = Transfers(loop, self.card_of, arrived=self.end_transfer)
-        self.pool = Pool(loop, self._make, changed=self._drain, bucket_s=self.bucket_s)
+        self.pool = Pool(loop, self._make, changed=self.note_step, bucket_s=self.bucket_s)
         self.queue_line = Timeline(self.bucket_s)
         self._queue_noted_s = 0.0
         self.prefill_line = Timeline(self.bucket_s)
@@ -174,7 +176,7 @@ class Cluster:
             self._refuse(self._jobs.pop(self._index(pushed_out)), PUSHED_OUT)
         if math.isfinite(entry.deadline_s):
             self._loop.at(math.nextafter(entry.latest_start_s, math.inf), self._expire)
-        self._drain()
+        self.note_step()
 
     def views(self, job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
         """Returns prefill workers, decode workers, and the tokens of the prompt that each of them holds."""
@@ -221,11 +223,7 @@ class Cluster:
         if not job.is_remote:
             if job.num_left == 1:
                 self._decode(job).withdraw(job)
-            self._drain()  # the queue's first one may have waited for this prompt
-
-    def note_step(self) -> None:
-        """Sees whether a request finds room after a step of a prefill worker."""
-        self._drain()
+            self.note_step()  # the queue's first one may have waited for this prompt
 
     def end_transfer(self, worker: PrefillWorker, job: Job, attempt: int) -> None:
         """All pages of a prompt have arrived, if that is still its attempt."""
@@ -245,12 +243,13 @@ class Cluster:
         is_short = job.num_output_tokens == 1 and job.first_token_s is not None
         job.end_s = job.first_token_s if is_short else self._loop.now_s
         del self._active[job.index]
+        self.answered = self.answered[0] + 1, self.answered[1] + job.num_output_tokens
         self.num_ended += 1
         self.num_to_come -= 1
         if self._overload is not None:
             self._overload.note_end(job.index, self._loop.now_s)
         self.pool.settle()
-        self._drain()
+        self.note_step()
 
     # --- failures ---
 
@@ -269,7 +268,7 @@ class Cluster:
             is_at_prefill = job.is_remote and job.phase is not Phase.DECODE
             if job.decode_worker == worker_id or (job.prefill_worker == worker_id and is_at_prefill):
                 self.fail_attempt(job)
-        self._drain()
+        self.note_step()
 
     def fail_attempt(self, job: Job) -> None:
         """Ends an attempt; the next one begins as soon as there is room, before all requests that wait."""
@@ -307,7 +306,7 @@ class Cluster:
         assert isinstance(worker, DecodeWorker), "a worker with requests is not gone"
         return worker
 
-    def _drain(self) -> None:
+    def note_step(self) -> None:
         """Places waiting requests as long as the first one finds room. Not entered twice: placing may end others."""
         if self._is_draining:
             return
@@ -453,7 +452,7 @@ class Cluster:
         self._note_queue()
         for entry in self.queue.expire(self._loop.now_s):
             self._refuse(self._jobs.pop(self._index(entry)), DEADLINE)
-        self._drain()
+        self.note_step()
 
     def _note_queue(self) -> None:
         now_s = self._loop.now_s

@@ -1,0 +1,1 @@
+"""How many workers of each role there should be, from what gateways know: forecasts, decisions, and their reasons."""

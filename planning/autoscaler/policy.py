@@ -1,0 +1,154 @@
+"""How many prefill and decode workers there should be: one decision for both, each with its reason.
+
+Every interval: what is forecast until a worker that is started now would be ready, what that takes by the closed forms
+of the planner, and what the backlog takes on top. More is asked for at once; less only after nothing more was needed
+for `settle_s`, so that a wave does not make workers come and go. Where one role has too many workers and the other too
+few, a worker changes its role, which is quicker than a start. Reads no clock and acts on nothing.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planning.autoscaler.forecast import Forecaster
+
+Need = Callable[[float, float, float], tuple[float, float]]
+"""Prefill and decode workers, as fractions, for requests per second, mean prompt tokens and mean answer tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerSettings:
+    """Limits and times, in workers and seconds."""
+
+    start_up_s: float
+    """From the order of a worker until it takes requests."""
+    interval_s: float = 10.0
+    settle_s: float = 30.0
+    backlog_s: float = 20.0
+    """Within this time a backlog is to be gone."""
+    min_prefill: int = 1
+    min_decode: int = 1
+    max_workers: int = 1000
+    """The budget: workers of both roles together."""
+    headroom: float = 1.1
+    changes_roles: bool = True
+    give_up_s: float = 600.0
+    """A worker that has not come this long after its order is not counted on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What gateways know: since the last observation, and now."""
+
+    now_s: float
+    num_arrived: int
+    mean_prompt: float
+    mean_answer: float
+    backlog_s: float
+    """Seconds of one prefill worker's time that waiting prompts take."""
+    prefill: int
+    """Workers that take requests."""
+    decode: int
+    starting_prefill: int = 0
+    starting_decode: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is to be: workers of each role, of which some come from the other role. `reason` says why."""
+
+    prefill: int
+    decode: int
+    to_prefill: int = 0
+    to_decode: int = 0
+    reason: str = ""
+
+    @property
+    def is_change(self) -> bool:
+        """Whether anything is to be done."""
+        return not self.reason.startswith("stays")
+
+
+class Autoscaler:
+    """Decides from one observation after the other."""
+
+    def __init__(self, settings: AutoscalerSettings, need: Need, *, season_s: float | None = None) -> None:
+        self.settings = settings
+        season = None if season_s is None else round(season_s / settings.interval_s)
+        self._forecaster = Forecaster(settings.interval_s, season=season)
+        self._need = need
+        self._wanted: deque[tuple[float, int, int]] = deque()
+        self._starting: dict[str, tuple[int, float]] = {"prefill": (0, 0.0), "decode": (0, 0.0)}
+        self._last_s: float | None = None
+
+    def decide(self, seen: Observation) -> Decision:
+        """Returns what is to be done now."""
+        settings = self.settings
+        elapsed_s = settings.interval_s if self._last_s is None else seen.now_s - self._last_s
+        self._last_s = seen.now_s
+        if elapsed_s > 0:
+            self._forecaster.add(max(0, seen.num_arrived) / elapsed_s)
+        seen = self._without_lost(seen)
+        reach_s = settings.start_up_s + settings.interval_s
+        steps = [step * settings.interval_s for step in range(math.ceil(reach_s / settings.interval_s) + 1)]
+        upper = max(self._forecaster.ahead(step).upper for step in steps)
+        least_prefill, least_decode = self._need(upper, seen.mean_prompt, seen.mean_answer)
+        extra = seen.backlog_s / settings.backlog_s
+        wanted_prefill = max(settings.min_prefill, math.ceil(settings.headroom * least_prefill + extra))
+        wanted_decode = max(settings.min_decode, math.ceil(settings.headroom * least_decode))
+        self._wanted.append((seen.now_s, wanted_prefill, wanted_decode))
+        while self._wanted[0][0] < seen.now_s - settings.settle_s:
+            self._wanted.popleft()
+        has_prefill, has_decode = seen.prefill + seen.starting_prefill, seen.decode + seen.starting_decode
+        # Never fewer than anything in the settling time has asked for.
+        prefill = max(wanted_prefill, min(has_prefill, max(one for _, one, _ in self._wanted)))
+        decode = max(wanted_decode, min(has_decode, max(one for _, _, one in self._wanted)))
+        prefill, decode, is_cut = self._within_budget(prefill, decode)
+        words = (
+            f"up to {upper:.1f} requests/s within {reach_s:.0f} s, {seen.mean_prompt:.0f} in and {seen.mean_answer:.0f} "
+            f"out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers"
+            + (f", {extra:.1f} more for a backlog of {seen.backlog_s:.0f} s" if extra >= 0.1 else "")
+            + (f"; the budget is {settings.max_workers} workers" if is_cut else "")
+        )
+        return self._decision(seen, prefill, decode, words=words)
+
+    def _decision(self, seen: Observation, prefill: int, decode: int, *, words: str) -> Decision:
+        more_prefill = prefill - seen.prefill - seen.starting_prefill
+        more_decode = decode - seen.decode - seen.starting_decode
+        if more_prefill == more_decode == 0:
+            return Decision(prefill=prefill, decode=decode, reason=f"stays: {words}")
+        to_prefill = to_decode = 0
+        if self.settings.changes_roles:
+            to_prefill = max(0, min(more_prefill, -more_decode, seen.decode - self.settings.min_decode))
+            to_decode = max(0, min(more_decode, -more_prefill, seen.prefill - self.settings.min_prefill))
+        return Decision(
+            prefill=prefill,
+            decode=decode,
+            to_prefill=to_prefill,
+            to_decode=to_decode,
+            reason=f"{seen.prefill}+{seen.starting_prefill}:{seen.decode}+{seen.starting_decode} becomes "
+            f"{prefill}:{decode}: {words}",
+        )
+
+    def _within_budget(self, prefill: int, decode: int) -> tuple[int, int, bool]:
+        most = self.settings.max_workers
+        if prefill + decode <= most:
+            return prefill, decode, False
+        share = round(most * prefill / (prefill + decode))
+        share = max(self.settings.min_prefill, min(most - self.settings.min_decode, share))
+        return share, most - share, True
+
+    def _without_lost(self, seen: Observation) -> Observation:
+        """Returns the observation without workers that were ordered long ago and have not come."""
+        counted = {}
+        for role, num in (("prefill", seen.starting_prefill), ("decode", seen.starting_decode)):
+            before, since_s = self._starting[role]
+            if num == 0 or num < before:
+                since_s = seen.now_s  # some came
+            elif before == 0:
+                since_s = seen.now_s
+            self._starting[role] = num, since_s
+            is_lost = num > 0 and seen.now_s - since_s > self.settings.start_up_s + self.settings.give_up_s
+            counted[role] = 0 if is_lost else num
+        return replace(seen, starting_prefill=counted["prefill"], starting_decode=counted["decode"])

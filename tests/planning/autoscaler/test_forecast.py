@@ -1,0 +1,50 @@
+"""Forecasts: lines are continued, seasons repeat, and noise is uncertainty."""
+
+import math
+import random
+
+import pytest
+
+from planning.autoscaler.forecast import Forecaster
+
+
+def test_nothing_seen_is_nothing_forecast() -> None:
+    assert Forecaster(10.0).ahead(60.0).upper == 0.0
+
+
+def test_a_line_is_continued_and_what_would_be_negative_is_0() -> None:
+    up, down = Forecaster(10.0), Forecaster(10.0)
+    for slot in range(12):
+        up.add(5.0 + 0.5 * slot)
+        down.add(5.5 - 0.5 * slot if slot < 11 else 0.0)
+    assert up.ahead(0.0).mean == pytest.approx(5.0 + 0.5 * 12)
+    assert up.ahead(100.0).mean == pytest.approx(5.0 + 0.5 * 22)
+    assert down.ahead(300.0).mean == 0.0
+
+
+def test_the_upper_end_is_seldom_exceeded_by_a_steady_rate() -> None:
+    source, forecaster, above = random.Random(4), Forecaster(10.0), 0
+    for slot in range(400):
+        count = sum(source.random() < 0.02 for _ in range(5000)) / 10  # 10/s, about Poisson
+        if slot >= 20:
+            above += count > forecaster.ahead(0.0).upper
+        forecaster.add(count)
+    assert above / 380 < 0.15
+
+
+def test_a_known_season_comes_again_in_the_strength_of_the_last_slots() -> None:
+    forecaster = Forecaster(10.0, season=20)
+    for slot in range(43):
+        strength = 1.0 if slot < 20 else 2.0
+        forecaster.add(strength * (10 + 5 * math.sin(2 * math.pi * slot / 20)))
+    expected = 2 * (10 + 5 * math.sin(2 * math.pi * 43 / 20))
+    assert forecaster.ahead(0.0).mean == pytest.approx(expected, rel=0.02)
+    assert forecaster.ahead(100.0).mean == pytest.approx(2 * (10 + 5 * math.sin(2 * math.pi * 53 / 20)), rel=0.02)
+
+
+def test_until_a_season_has_been_seen_the_trend_is_all_there_is() -> None:
+    with_season, without = Forecaster(10.0, season=50), Forecaster(10.0)
+    for slot in range(30):
+        with_season.add(float(slot))
+        without.add(float(slot))
+    assert with_season.ahead(50.0) == without.ahead(50.0)
