@@ -1,6 +1,6 @@
 """How a fixed number of workers is best split: Mooncake's conversation trace over every P:D of 16 workers.
 
-    python benchmarks/pd_sweep.py [--workers 16] [--limit N] [--svg FILE]
+    python benchmarks/pd_sweep.py [--workers 16] [--prefill P …] [--limit N] [--svg FILE]
 
 Prints a row for each split, then how many answer tokens the simulator has computed in a second of one core. Too few
 prefill workers let prompts queue, too few decode workers let pages run out: a plateau between two cliffs.
@@ -31,6 +31,7 @@ TARGETS = Targets(ttft_s=30.0, tpot_s=0.1)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--prefill", type=int, nargs="*", help="only these numbers of prefill workers")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
@@ -49,7 +50,7 @@ def main() -> None:
     )
     rows, num_tokens, spent_s = [], 0, 0.0
     print(f"{'P:D':>6} {'TTFT mean':>10} {'P99':>8} {'TPOT P99':>9} {'both kept':>9} {'goodput':>8} {'refused':>8}")
-    for num_prefill in range(1, settings.workers):
+    for num_prefill in settings.prefill or range(1, settings.workers):
         spec = ClusterSpec(
             num_prefill=num_prefill,
             num_decode=settings.workers - num_prefill,

@@ -106,8 +106,8 @@ class Autoscaler:
         decode = max(wanted_decode, min(has_decode, max(one for _, _, one in self._wanted)))
         prefill, decode, is_cut = self._within_budget(prefill, decode)
         words = (
-            f"up to {upper:.1f} requests/s within {reach_s:.0f} s, {seen.mean_prompt:.0f} in and {seen.mean_answer:.0f} "
-            f"out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers"
+            f"up to {upper:.1f} requests/s within {reach_s:.0f} s, {seen.mean_prompt:.0f} in and "
+            f"{seen.mean_answer:.0f} out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers"
             + (f", {extra:.1f} more for a backlog of {seen.backlog_s:.0f} s" if extra >= 0.1 else "")
             + (f"; the budget is {settings.max_workers} workers" if is_cut else "")
         )

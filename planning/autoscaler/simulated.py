@@ -10,7 +10,7 @@ from planning.planner.question import Kind, LatencyTargets, Workload
 from planning.simulator.cluster import Cluster, ClusterSpec, Run, simulate
 from planning.simulator.events import EventLoop
 from planning.simulator.jobs import prompt_s
-from planning.simulator.pool import DECODE, PREFILL
+from planning.simulator.pool import DECODE, PREFILL, Worker
 from planning.simulator.traces import Trace
 
 SWITCH_S = 5.0
@@ -106,8 +106,8 @@ class _Hands:
         self._pool.drain(starting[-1] if starting else self._idlest(role))
 
     def _idlest(self, role: str) -> str:
-        workers = self._pool.prefills if role == PREFILL else self._pool.decodes
-        return min(workers.values(), key=lambda worker: (worker.num_requests, worker.worker_id)).worker_id
+        workers: list[Worker] = [*(self._pool.prefills if role == PREFILL else self._pool.decodes).values()]
+        return min(workers, key=lambda worker: (worker.num_requests, worker.worker_id)).worker_id
 
 
 class _Eyes:
