@@ -28,17 +28,17 @@ class Scaled:
 def need_of(kind: Kind, targets: LatencyTargets) -> Callable[[float, float, float], tuple[float, float]]:
     """Returns how many workers a load takes, by the planner's closed forms."""
 
-    def need(rate_per_s: float, mean_prompt: float, mean_answer: float) -> tuple[float, float]:
+    def _need(rate_per_s: float, mean_prompt: float, mean_answer: float) -> tuple[float, float]:
         if rate_per_s <= 0:
             return 0.0, 0.0
         lengths = [(max(1, round(mean_prompt)), max(1, round(mean_answer)))]
         return least_workers(kind, kind, targets=targets, workload=Workload(rate_per_s, lengths))
 
-    return need
+    return _need
 
 
 def scaled(
-    trace: Trace, spec: ClusterSpec, autoscaler: Autoscaler, *, first: tuple[int, int], switch_s: float = SWITCH_S
+    trace: Trace, spec: ClusterSpec, *, autoscaler: Autoscaler, first: tuple[int, int], switch_s: float = SWITCH_S
 ) -> Scaled:
     """Simulates a trace whose workers the autoscaler chooses. `first`: prompt and answer tokens that it expects."""
     decisions: list[tuple[float, Decision]] = []

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from planning.planner.bounds import Bound, impossible, least_workers, step_target_s
-from planning.planner.question import DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question, Workload
+from planning.planner.question import DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question
 from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.report import answered, e2e_s, percentile, tpot_s, ttft_s
 
@@ -280,8 +280,3 @@ def _judged(question: Question, shape: Shape) -> Plan:
         is_last = fewer.num_decode == 0 or (role == "prefill" and fewer.num_prefill == 0)
         lost[role] = ["all of a role"] if is_last else outcome(question, fewer).missed(question.targets)
     return Plan(shape, outcomes, growth, lost)
-
-
-def workload_of(rate_per_s: float, num_prompt: int, num_answer: int) -> Workload:
-    """Returns a workload of one length."""
-    return Workload(rate_per_s, [(num_prompt, num_answer)])

@@ -52,7 +52,7 @@ def run(
         max_waiting=10**6,
     )
     autoscaler = Autoscaler(settings, need_of(MOE, TARGETS))
-    return scaled(arrivals(rate, lengths, end_s), spec, autoscaler, first=lengths(0.0))
+    return scaled(arrivals(rate, lengths, end_s), spec, autoscaler=autoscaler, first=lengths(0.0))
 
 
 def goodput(found: Scaled, *, since_s: float = 0.0) -> float:
