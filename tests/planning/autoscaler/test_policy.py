@@ -60,8 +60,8 @@ def test_less_comes_only_after_it_has_been_quiet() -> None:
     for _ in range(3):
         big = clock.pass_by(400)
         clock.workers = [big.prefill, big.decode]
-    sizes = [clock.pass_by(0).prefill for _ in range(8)]
-    assert sizes[0] == sizes[1] == big.prefill
+    sizes = [clock.pass_by(0).prefill for _ in range(14)]
+    assert min(sizes[:3]) >= big.prefill, "30 s have not passed"
     assert sizes[-1] == 1
 
 
@@ -98,8 +98,8 @@ def test_a_metric_that_lies_below_nothing_counts_as_nothing() -> None:
 
 def test_workers_that_never_come_are_given_up_and_ordered_again() -> None:
     clock = Clock(give_up_s=100.0, start_up_s=60.0)
-    clock.pass_by(400)
-    clock.starting = [9, 9]
+    first = clock.pass_by(400)
+    clock.starting = [first.prefill - 1, first.decode - 1]
     decisions = [clock.pass_by(400) for _ in range(20)]
     assert not decisions[1].is_change
     last = decisions[-1]
