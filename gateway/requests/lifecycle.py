@@ -235,6 +235,7 @@ class Requests:
             lane.note_ended(entry)
             self.num_running -= request.is_running
             observer.ended(request, error)
+            error = None  # its traceback holds this frame, and so the prompt until the collector's next look
 
     def new_text(self, spec: AnswerSpec) -> AnswerText:
         """Returns what turns the answer's tokens into text, from its first token on."""

@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import socket
+import weakref
 
 import grpc
 import pytest
 
+from gateway.requests.answer import RunningAnswer
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import Overloaded
@@ -149,6 +152,34 @@ async def test_queue_forgets_who_left(make_system, worker_type, api, name):
     asking.cancel()
     await until_idle(system)
     await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("script", [never_answer, decode_some])
+async def test_what_a_client_that_left_made_us_hold_is_free_without_the_collector(
+    make_system, worker_type, monkeypatch, script, api
+):
+    """A prompt may have megabytes, and few objects that would make the collector look."""
+    system, made = await make_system(), []
+
+    def recorded(*args, **kwargs):
+        request = RunningAnswer(*args, **kwargs)
+        made.append(weakref.ref(request))
+        return request
+
+    monkeypatch.setattr("gateway.requests.lifecycle.RunningAnswer", recorded)
+    decode = await system.add(worker_type("decode", "decode-0", script))
+    calls = Calls(system, {})
+    asking = asyncio.create_task(getattr(calls, api)())
+    await system.until(lambda: len(decode.attempts) == calls.num_choices)
+    gc.disable()
+    try:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until_idle(system)
+        await system.until(lambda: made and all(request() is None for request in made))
+    finally:
+        gc.enable()
 
 
 async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, worker_type, monkeypatch):
