@@ -187,6 +187,11 @@ class AnswerSpans:
             last.note_error(error)
             if not last.is_cancelled:
                 self.has_failed = self.has_failed or is_failure(error, was_placed=self.was_placed)
+            elif last.name in ("prefill", "kv_transfer") and last.attempt is not None:
+                # The decode worker may have begun before it heard that the client left; its span needs a parent.
+                decode = self._begin("decode", last.attempt, self.ended_s)
+                decode.end_s = self.ended_s
+                decode.note_error(error)
 
     def spans(self, context: TraceContext) -> list[Span]:
         """Returns its phases as spans under the request's."""
