@@ -25,6 +25,7 @@ from gateway.topology.reports import WorkerLoad, read_gpu, read_links, read_load
 from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import (
     Overloaded,
     TandemError,
@@ -46,6 +47,9 @@ it is stuck. The answers that it owes wait as long."""
 MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
+GATHER_S = 0.001
+"""The time after a message in which commands wait for one another: a message costs this process more than ten of them.
+"""
 
 FEW_RUNNING = 8
 """Up to this many running answers, it is worth asking how long each may still take."""
@@ -352,13 +356,17 @@ class WorkerSession(ABC):
         self._forms.note_sent(form, sequence)
 
     async def _write_commands(self, call: Any) -> None:
-        loop = asyncio.get_running_loop()
+        loop, written_s = asyncio.get_running_loop(), -math.inf
         try:
             while True:
-                while self._outgoing:
+                if self._outgoing and SYSTEM_CLOCK.monotonic() - written_s < GATHER_S:
+                    await asyncio.sleep(GATHER_S)
+                if self._outgoing:
+                    written_s = SYSTEM_CLOCK.monotonic()
                     await call.write(self._next_message())
-                self._wake_writer = loop.create_future()
-                await self._wake_writer
+                else:
+                    self._wake_writer = loop.create_future()
+                    await self._wake_writer
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()
 
