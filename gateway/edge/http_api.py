@@ -59,6 +59,8 @@ API_PREFIX = "/v1/"
 API_PATHS = frozenset({"/tokenize", "/detokenize", "/apply-template", "/openapi.json", "/version", "/tokenizer_info"})
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
 
+UNPREFIXED = frozenset({"/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"})
+"""Paths that are served below the prefix, whichever way they are asked for."""
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's."""
 
@@ -107,6 +109,10 @@ class HttpApi:
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers cost a tenth of a request, so the routes that carry the load go around them.
             endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
+            if endpoint is None and scope["path"] in UNPREFIXED:
+                # What a client asks that was given the address without /v1.
+                scope["path"] = f"/v1{scope['path']}"
+                endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None and (refusal := self._refusal(scope)) is not None:
                 await refusal(scope, receive, send)
             else:
@@ -209,12 +215,7 @@ class HttpApi:
         name = HTTPStatus(error.status_code).name.lower()
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         self._metrics.note_refusal(name)
-        message = f"{error.detail}: {request.url.path[:200]}"
-        if any(
-            route.path == API_PREFIX + request.url.path.strip("/") for route in self.routes if isinstance(route, Route)
-        ):
-            message += f"; it is below {API_PREFIX}"
-        detail = {"message": message, "type": kind, "param": None, "code": name}
+        detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
         return json_response({"error": detail}, http_status=error.status_code, headers=error.headers)
 
     async def _responses(self, exchange: Exchange, key: ApiKey) -> None:

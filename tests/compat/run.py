@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cluster import Cluster, running_cluster
+from demo import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -28,6 +29,8 @@ CLIENTS = HERE / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 ENVIRONMENTS = ROOT / "build" / "compat"
 MODEL = "tandem-demo"
+ALIASES = ["test", "gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1"]
+"""Names that suites have in their requests."""
 LIMIT_S = 900
 BEGIN, END = "<!-- matrix -->\n", "<!-- end -->"
 
@@ -150,7 +153,13 @@ def main() -> int:
     arguments = parser.parse_args()
     names = arguments.names or [*PROGRAMS]
     expected = tomllib.loads((HERE / "expected.toml").read_text())
-    with running_cluster("--threads", "1") as cluster:
+    models = ENVIRONMENTS / "models.toml"
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    members = {"name": MODEL, "path": str(DEMO_MODEL), "aliases": ALIASES}
+    models.write_text(
+        "\n".join(["[[model]]", *(f"{name} = {json.dumps(value)}" for name, value in members.items()), ""])
+    )
+    with running_cluster("--models", str(models), "--threads", "1") as cluster:
         found = {name: _run(name, cluster) for name in names}
     mistakes = [mistake for name in names for mistake in _compared(name, found[name], expected.get(name, {}))]
     for name in names:

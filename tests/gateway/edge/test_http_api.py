@@ -82,3 +82,12 @@ async def test_what_is_refused_is_counted(system):
     await system.http.get("/cluster")
     await system.http.post("/v1/completions", json={})
     assert await counted() >= before + 2
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"])
+async def test_a_client_may_leave_the_prefix_out(system, path):
+    for prefix in ("", "/v1"):
+        refused = await system.http.post(prefix + path, json={}, headers=SHOWN["a user"])
+        assert refused.status_code == 400, prefix
+    assert (await system.http.post(path, json={})).status_code == 401
+    assert (await system.http.get("/models", headers=SHOWN["a user"])).json()["object"] == "list"
