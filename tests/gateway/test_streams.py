@@ -25,7 +25,14 @@ async def test_whole_completion(make_system, pair_type, answer):
     body = response.json()
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": ANSWER_TEXT, "logprobs": None, "finish_reason": "stop", "token_ids": [*answer, 1]}
+        {
+            "index": 0,
+            "text": ANSWER_TEXT,
+            "logprobs": None,
+            "finish_reason": "stop",
+            "token_ids": [*answer, 1],
+            "prompt_token_ids": [5, 6, 7],
+        }
     ]
     assert body["usage"] == {
         "prompt_tokens": 3,
