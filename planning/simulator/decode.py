@@ -111,6 +111,12 @@ class DecodeWorker:
         self.pool.release(job.decode_lease)
         job.decode_lease = None
 
+    def change_pace(self, factor: float) -> None:
+        """Takes `factor` times as long from the next step on."""
+        self.pace = factor
+        if self._run_began_s is not None and not self._run_chunks and not self.is_lost:
+            self._shorten_run()
+
     def lose(self) -> None:
         """Ends at once; each request of the batch knows then what was given of its answer."""
         self.is_lost = True

@@ -84,6 +84,10 @@ class PrefillWorker:
             job.prefill_lease = None
             self._step_if_idle()
 
+    def change_pace(self, factor: float) -> None:
+        """Takes `factor` times as long from the next step on."""
+        self.pace = factor
+
     def lose(self) -> None:
         """Ends at once; nothing more comes from here."""
         self.is_lost = True

@@ -17,6 +17,10 @@ class Network:
     def __init__(self) -> None:
         self._free_s: dict[str, float] = {}
 
+    def stop(self, card: str, until_s: float) -> None:
+        """Lets a card carry nothing until then."""
+        self._free_s[card] = max(self._free_s.get(card, 0.0), until_s)
+
     def book(self, *, source: str, target: str, now_s: float, duration_s: float) -> float:
         """Returns when a transfer that may begin now has left both cards."""
         free_s = self._free_s
@@ -40,6 +44,10 @@ class Transfers:
         self._card_of = card_of
         self._arrived = arrived
         self._network = Network()
+
+    def stop(self, worker_id: str, duration_s: float) -> None:
+        """Stops a worker's card; what was to go over it goes later."""
+        self._network.stop(self._card_of(worker_id), self._loop.now_s + duration_s)
 
     def send(self, worker: PrefillWorker, job: Job, *, is_last: bool) -> None:
         """Sends what is computed of a prompt and not yet sent, but for what the receiver has cached."""
