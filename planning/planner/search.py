@@ -94,7 +94,7 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Finds plans for every pair of kinds of one model; the cheapest comes first."""
-    bounds, shapes, pools = [], list[Shape](), list[Shape]()
+    bounds, too_few, shapes, pools = list[Bound](), list[Bound](), list[Shape](), list[Shape]()
     for prefill in question.kinds:
         for decode in question.kinds:
             bound = impossible(prefill, decode, targets=question.targets, workload=question.workload)
@@ -104,7 +104,7 @@ def answer(question: Question) -> Answer:
             least = least_workers(prefill, decode, targets=question.targets, workload=question.workload)
             least_gpus = math.ceil(least[0]) * prefill.num_gpus + math.ceil(least[1]) * decode.num_gpus
             if least_gpus > question.max_gpus:
-                bounds.append(Bound(f"GPUs: at least {least_gpus} are needed", question.max_gpus, least_gpus))
+                too_few.append(Bound(f"GPUs: at least {least_gpus} are needed", question.max_gpus, least_gpus))
                 continue
             shapes.append(Shape(prefill, decode, math.ceil(least[0]), math.ceil(least[1])))
             if prefill is decode:
@@ -115,7 +115,7 @@ def answer(question: Question) -> Answer:
     found = None if best is None else _judged(question, best)
     single = None if pool is None else _judged(question, pool)
     if found is None and single is None and shapes:
-        bounds = [_within_limit(question, shapes)]
+        too_few = [_within_limit(question, shapes)]
     nearest = min(
         bounds, key=lambda bound: bound.nearest_s / bound.target_s if bound.target_s else math.inf, default=None
     )

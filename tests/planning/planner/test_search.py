@@ -7,11 +7,16 @@ import pytest
 from planning.planner import page
 from planning.planner.question import CATALOGUE, LatencyTargets, kinds_for
 from planning.planner.search import answer, outcome
-from planning.simulator.profiles import profiles
+from planning.simulator.laws import LinearLaw
+from planning.simulator.profiles import Profile, profiles
 from services.runtime.errors import ConfigError
-from tests.planning.planner.small import question
+from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
+from tests.planning.planner.small import KIND, question
 
 TARGETS = LatencyTargets(ttft_s=0.4, tpot_s=0.02)
+PREFILL = PrefillSpeed(0.01, 1e-4, 1e-9)
+SLOW_STEP = DecodeSpeed(0.0195, 1e-4, 1e-8)
+"""A step that misses the target by a hair, of one sequence that is alone."""
 
 
 @pytest.mark.parametrize("rate_per_s", [8.0, 40.0])
@@ -42,6 +47,15 @@ def test_a_limit_of_gpus_that_is_too_low_says_what_they_would_do() -> None:
     assert found.bound is not None
     assert found.bound.constraint.startswith("GPUs")
     assert found.bound.nearest_s > found.bound.target_s > 0
+
+
+def test_what_more_gpus_could_do_is_not_called_impossible() -> None:
+    slow = replace(KIND, name="slow", profile=Profile("slow", LinearLaw(PREFILL, SLOW_STEP, SLOW_STEP), 1000))
+    asked = replace(question(rate_per_s=500.0, targets=TARGETS, max_gpus=4), kinds=[KIND, slow])
+    found = answer(asked).bound
+    assert found is not None
+    assert found.constraint.startswith("GPUs: at least")
+    assert found.nearest_s > found.target_s == 4
 
 
 def test_what_is_impossible_is_said_and_the_nearest_target_is_possible() -> None:
