@@ -116,6 +116,8 @@ def answer(question: Question) -> Answer:
     single = None if pool is None else _judged(question, pool)
     if found is None and single is None and shapes:
         too_few = [_within_limit(question, shapes)]
+    # What more GPUs could do is not impossible.
+    bounds = too_few or bounds
     nearest = min(
         bounds, key=lambda bound: bound.nearest_s / bound.target_s if bound.target_s else math.inf, default=None
     )
