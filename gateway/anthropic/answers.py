@@ -27,7 +27,7 @@ class MessageUsage(Exact, kw_only=True):
     service_tier: Literal["standard"] | UnsetType = "standard"
 
 
-class Message(Exact, kw_only=True):
+class AnthropicMessage(Exact, kw_only=True):
     """An answer: blocks of `text`, `thinking` and `tool_use`."""
 
     id: str

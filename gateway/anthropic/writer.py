@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.anthropic.answers import Message, MessageUsage, StopReason, ThinkingTokens
+from gateway.anthropic.answers import AnthropicMessage, MessageUsage, StopReason, ThinkingTokens
 from gateway.anthropic.errors import error_event
 from gateway.anthropic.request import MessagesRequest
 from gateway.anthropic.turns import chat_tool_choice
@@ -188,8 +188,8 @@ class MessagesWriter(PartsWriter):
             shown.output_tokens_details = ThinkingTokens(thinking_tokens=self._reasoning.num_tokens)
         return shown
 
-    def _message(self, usage: MessageUsage, reason: StopReason | None, stop_text: str | None) -> Message:
-        return Message(
+    def _message(self, usage: MessageUsage, reason: StopReason | None, stop_text: str | None) -> AnthropicMessage:
+        return AnthropicMessage(
             id=f"msg_{self._head.request_id}",
             model=self._head.model,
             content=[block.document() for block in self._blocks],

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.anthropic.answers import CountedTokens, Message, MessageError, MessageEvent
+from gateway.anthropic.answers import AnthropicMessage, CountedTokens, MessageError, MessageEvent
 from gateway.anthropic.request import MessagesRequest
 from gateway.batches.batches_api import CreateBatch
 from gateway.limits import (
@@ -253,7 +253,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "createMessage",
         "Answers a conversation in the words of Anthropic's API.",
         body=MessagesRequest,
-        answer=Message,
+        answer=AnthropicMessage,
         events=MessageEvent,
         error=MessageError,
     ),
