@@ -198,13 +198,11 @@ async def test_forms_reach_the_workers(system, row):
         ({"json_schema": 5}, "json_schema", "object"),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
-        ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag", "grammar"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format", "does not go with"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "must be one of"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "must be one of"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "both ask"),
         ({"regex": "a", "guided_json": {}}, "guided_json", "both ask"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "this regex"),
-        ({"structural_tag": {}}, "structural_tag", "tools"),
     ],
 )
 async def test_forms_that_are_refused(system, members, name, words):
