@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cli.bench import BenchSettings
 from cli.chat import ChatSettings
 from cli.doctor import DoctorSettings
 from cli.status import StatusSettings
@@ -25,7 +26,7 @@ def flags(settings: Any) -> set[str]:
 
 
 def test_no_flag_is_named_that_does_not_exist() -> None:
-    known = set().union(*map(flags, [*SETTINGS, ChatSettings, DoctorSettings, StatusSettings]))
+    known = set().union(*map(flags, [*SETTINGS, BenchSettings, ChatSettings, DoctorSettings, StatusSettings]))
     assert set(re.findall(r"`(--[a-z][a-z-]*)", HANDBOOK)) - known - {"--help"} == set()
 
 

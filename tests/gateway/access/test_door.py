@@ -200,10 +200,14 @@ async def test_probes_are_open_and_operators_pages_are_not(guarded):
     system = await guarded()
     for path in ("/health", "/ready"):
         assert (await system.http.get(path)).status_code == 200
-    for path in ("/metrics", "/cluster", "/nothing/there", "/dashboard/data", "/health/x", "//cluster", "/v1"):
+    closed, missing = ("/metrics", "/cluster", "/dashboard/data"), ("/nothing/there", "/health/x", "//cluster", "/v1")
+    for path in closed + missing:
         assert error_of(await system.http.get(path), 401)["code"] == "invalid_api_key"
+    for path in closed:
         error = error_of(await system.http.get(path, headers=shows("plain")), 403)
         assert (error["code"], error["type"]) == ("admin_required", "permission_error")
+    for path in missing:
+        assert error_of(await system.http.get(path, headers=shows("plain")), 404)["code"] == "not_found"
     for path in ("/metrics", "/cluster"):
         assert (await system.http.get(path, headers=shows("admin"))).status_code == 200
     assert (await system.http.get("/nothing/there", headers=shows("admin"))).status_code == 404
