@@ -243,7 +243,7 @@ ONLY_CHAT = {
     "max_completion_tokens-0": {"messages": OK, "max_completion_tokens": 0},
     "tools": {"messages": OK, "tools": [{"type": "function", "function": {"name": "f"}}]},
     "tool_choice": {"messages": OK, "tool_choice": "required"},
-    "response_format": {"messages": OK, "response_format": {"type": "structural_tag"}},
+    "response_format": {"messages": OK, "response_format": {"type": "json_lines"}},
     "chat_template": {"messages": OK, "chat_template": "{{ 1 }}"},
     "chat_template_kwargs": {"messages": OK, "chat_template_kwargs": {"tools": True}},
     "modalities": {"messages": OK, "modalities": ["audio"]},

@@ -98,9 +98,11 @@ async def test_long_answers_are_not_written_on_the_event_loop(system, monkeypatc
 
 async def test_long_answers_over_grpc_are_not_written_on_the_event_loop(system, monkeypatch):
     threads = []
-    write = grpc_api._logprobs
+    write = grpc_api.logprobs_of
     monkeypatch.setattr("gateway.edge.generate.MANY_LOGPROBS", 3)
-    monkeypatch.setattr(grpc_api, "_logprobs", lambda *args: threads.append(threading.current_thread()) or write(*args))
+    monkeypatch.setattr(
+        grpc_api, "logprobs_of", lambda *args: threads.append(threading.current_thread()) or write(*args)
+    )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         for ids in ([10, 11, 12], [10, 11, 12, 13]):

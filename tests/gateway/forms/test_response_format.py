@@ -82,7 +82,7 @@ BAD = {
     "text": ("json_object", "an object"),
     "list": ([{"type": "json_object"}], "an object"),
     "no-type": ({}, "type must be one of text, json_object, json_schema"),
-    "unknown-type": ({"type": "structural_tag"}, "type must be one of"),
+    "unknown-type": ({"type": "json_lines"}, "type must be one of"),
     "type-list": ({"type": ["json_object"]}, "type must be one of"),
     "no-json_schema": ({"type": "json_schema"}, "json_schema must be an object"),
     "json_schema-text": ({"type": "json_schema", "json_schema": "{}"}, "json_schema must be an object"),

@@ -10,6 +10,7 @@ import pytest
 from gateway.access.keys import digest_of_key, new_key
 from gateway.http import protocol as http_protocol
 from gateway.http.protocol import MAX_FRAMING_BYTES, HttpProtocol
+from gateway.http.reading_turns import SMALL_BYTES
 from gateway.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
 
 BODY = b'{"prompt": "a"}'
@@ -233,11 +234,15 @@ async def test_bodies_that_nobody_has_asked_for_have_a_bound(system):
     assert connections.unread.num_bytes == 0
 
 
+LONG_BYTES = SMALL_BYTES + 4000
+"""Of which much is left after a first read."""
+
+
 async def test_long_bodies_wait_for_their_turn_and_whole_requests_do_not(system):
     turns = system.gateway._http.connections.turns
     rate, turns._bytes_per_s = turns._bytes_per_s, 1.0
     async with Caller(system) as read, Caller(system) as dropped, Caller(system) as whole:
-        read.send(LINE + b"content-length: 4000\r\n\r\n" + b" " * 2000)
+        read.send(LINE + b"content-length: %d\r\n\r\n" % LONG_BYTES + b" " * 2000)
         await system.until(lambda: len(turns._wanted) == 1)
         dropped.send(head_of(MAX_HEAD_BYTES + 1))
         assert (await dropped.answer())[0] == 431
@@ -249,7 +254,7 @@ async def test_long_bodies_wait_for_their_turn_and_whole_requests_do_not(system)
         turns._bytes_per_s, turns._paid_until_s = rate, 0.0
         turns._timer.cancel()
         turns._give()
-        read.send(b" " * (2000 - len(BODY)) + BODY)
+        read.send(b" " * (LONG_BYTES - 2000 - len(BODY)) + BODY)
         assert (await read.answer())[0] == 200
     await system.until(lambda: not turns._wanted and not turns._dropped)
 
