@@ -170,7 +170,11 @@ class ChoicesRequest(RequestBody, kw_only=True):
     ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        said("Only this many tokens of a prompt are kept, its last; -1: as many as fit into the context.", minimum=-1),
+        said(
+            "Only this many tokens of a prompt are kept, its last; -1: as many as fit into the context.",
+            minimum=-1,
+            **{"not": {"const": 0}},
+        ),
     ] = None
     response_format: Annotated[
         Any,

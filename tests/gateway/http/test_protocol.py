@@ -235,7 +235,7 @@ async def test_bodies_that_nobody_has_asked_for_have_a_bound(system):
 
 
 LONG_BYTES = SMALL_BYTES + 4000
-"""Of which much is left after a first read."""
+"""A body from which much is left after its first read."""
 
 
 async def test_long_bodies_wait_for_their_turn_and_whole_requests_do_not(system):
