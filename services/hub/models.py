@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from services.hub.progress import Meter
 from services.hub.source import S3Model, served_name, source_of
 
 S = TypeVar("S")
@@ -32,8 +31,10 @@ def local_model(path: Path) -> Path:
     source = source_of(path)
     if source is None:
         return path
-    meter = Meter(sys.stderr)
     # The libraries behind these take long to import, and most models are folders.
+    from services.hub.progress import Meter
+
+    meter = Meter(sys.stderr)
     if isinstance(source, S3Model):
         from services.hub.s3 import local_objects
 
