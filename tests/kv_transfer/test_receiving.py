@@ -23,7 +23,9 @@ def receiver_with(transport: str, **places: Any) -> LinkReceiver:
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # A receiver at "::" takes the port in both families, and either may be another program's.
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as sock:
         return int(sock.getsockname()[1])
 
 
