@@ -198,21 +198,22 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
         return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health per service, with the method that lists them, which the library's servicer lacks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[str, Any] = {}
+        self._names: dict[str, None] = {}
 
     async def set(self, service: str, status: Any) -> None:
         """Sets the health of a service."""
-        self._known[service] = status
+        self._names[service] = None
         await super().set(service, status)
 
     async def List(self, request: Any, context: Any) -> Any:
-        """Returns the health of all services."""
-        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._known.items()}
+        """Returns the health of all services, as `Check` has it: a server that stops serves none."""
+        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
+        statuses = {name: await self.Check(one, context) for name, one in asked.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
 

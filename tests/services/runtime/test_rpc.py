@@ -35,7 +35,10 @@ async def test_life_is_one_health_and_readiness_another(
         return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
 
     async def values() -> list[Any]:
-        return [await value(name) for name in ("", rpc.READINESS, SERVICE)]
+        found = [await value(name) for name in ("", rpc.READINESS, SERVICE)]
+        listed = (await health.List(health_pb2.HealthListRequest())).statuses
+        assert [listed[name].status for name in ("", rpc.READINESS, SERVICE)] == found
+        return found
 
     assert await values() == [known.SERVING, known.NOT_SERVING, known.NOT_SERVING]
     await server[0].set_serving(True)
