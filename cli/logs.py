@@ -17,6 +17,7 @@ from services.runtime.kinds import comma_separated, flag, integer, text
 from services.runtime.logs import wants_colour
 
 POLL_S = 0.2
+"""The time between two looks at the files: the standard library has no notice of a file that grows."""
 MAX_TAIL_BYTES = 4 << 20
 
 

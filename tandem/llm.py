@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from gateway.models.answer_text import AnswerText
 from gateway.models.model_files import read_model_files
@@ -198,7 +198,7 @@ class LLM:
 
         Raises InvalidRequest that names what is wrong, or WorkerUnavailable where the engine has ended.
         """
-        asked: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        asked = _each(prompts)
         if isinstance(params, Sequence):
             if len(params) != len(asked):
                 raise InvalidRequest(f"{len(params)} params are given for {len(asked)} prompts", field="params")
@@ -259,5 +259,7 @@ def _sending(loop: asyncio.AbstractEventLoop, news: _News, answer: _Answer) -> L
     return send
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))

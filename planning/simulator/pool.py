@@ -23,12 +23,11 @@ Worker = PrefillWorker | DecodeWorker
 
 @dataclass(slots=True)
 class Life:
-    """When a worker was asked for, was ready, began to drain and was gone, in seconds; None: not yet."""
+    """When a worker was asked for, was ready and was gone, in seconds; None: not yet."""
 
     role: str
     asked_s: float
     ready_s: float | None = None
-    draining_s: float | None = None
     gone_s: float | None = None
 
 
@@ -78,7 +77,6 @@ class Pool:
     def drain(self, worker_id: str, then: Callable[[], None] | None = None) -> None:
         """Takes a worker out of service; it is gone once it is idle, and `then` is called."""
         life = self.lives[worker_id]
-        life.draining_s = self._loop.now_s
         worker = self.prefills.pop(worker_id, None) or self.decodes.pop(worker_id, None)
         if worker is None:  # it has not even started
             life.gone_s = self._loop.now_s

@@ -125,7 +125,7 @@ async def memory_row(target: Target, what: str, flood: Callable[[], Awaitable[in
         await asyncio.wait((task,), timeout=0.02)
     sent_mib = await task / MIB
     until_s = time.monotonic() + BACK_S
-    while (after := target.rss_mib()) > before + LEFT_MIB and time.monotonic() < until_s:  # noqa: ASYNC110
+    while (after := target.rss_mib()) > before + LEFT_MIB and time.monotonic() < until_s:  # noqa: ASYNC110 - memory tells no event
         await asyncio.sleep(0.1)
     held = most - before < bound_mib + MOST_GROWTH_MIB and after - before <= LEFT_MIB
     expected = f"at most +{bound_mib + MOST_GROWTH_MIB} MiB, +{LEFT_MIB} after {BACK_S:g} s"
