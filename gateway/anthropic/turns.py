@@ -63,7 +63,7 @@ def chat_tool_choice(choice: Any) -> tuple[Any, bool | None]:
     if choice is None:
         return None, None
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         refuse("tool_choice", f'{{"type": …}} with a type of {", ".join(_CHOICES)}')
     disabled = choice.get("disable_parallel_tool_use")
     if not isinstance(disabled, bool | None):
@@ -162,12 +162,15 @@ def _blocks(content: Any, name: str, *, may_be_empty: bool) -> list[dict[str, An
         refuse(name, "a text or a list of blocks")
     if not content and not may_be_empty:
         refuse(name, "a text or a list of at least one block")
+    for number, block in enumerate(content):
+        if not isinstance(block.get("type"), str):
+            refuse(f"{name}[{number}].type", "the type of a block, which is a text")
     return content
 
 
 def _text_of(block: Mapping[str, Any], name: str) -> str:
     """Returns the text of a block of text, or of a document that is one."""
-    kind = block.get("type")
+    kind: str = block["type"]
     if kind == "text":
         return _text(block, "text", name)
     source = block.get("source")
@@ -175,8 +178,6 @@ def _text_of(block: Mapping[str, Any], name: str) -> str:
         return _text(source, "data", f"{name}.source")
     if kind in ("image", "document", "search_result", "container_upload"):
         raise unsupported(name, _TEXT_ONLY)
-    if not isinstance(kind, str):
-        refuse(f"{name}.type", "the type of a block, which is a text")
     raise unsupported(f"{name}.type", f"{kind[:64]!r} is no block that may stand here")
 
 

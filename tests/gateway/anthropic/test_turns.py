@@ -87,6 +87,9 @@ REFUSED = {
     "role": (None, [{"role": "tool", "content": "a"}], "messages[0].role"),
     "text": (None, [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     "half a pair": (None, [{"role": "user", "content": "\ud800"}], "messages[0].content[0].text"),
+    "type of a question": (None, [{"role": "user", "content": [{"type": {}}]}], "messages[0].content[0].type"),
+    "type of an answer": (None, [{"role": "assistant", "content": [{"type": []}]}], "messages[0].content[0].type"),
+    "type of a system's": ([{"type": [1]}], [{"role": "user", "content": "a"}], "system[0].type"),
     "image": (None, [{"role": "user", "content": [IMAGE]}], "messages[0].content[0]"),
     "image of a tool": (None, [{"role": "user", "content": [result([IMAGE])]}], "messages[0].content[0].content[0]"),
     "empty": (None, [{"role": "user", "content": []}], "messages[0].content"),
@@ -138,7 +141,9 @@ def test_choices(choice, expected):
     assert chat_tool_choice(choice) == expected
 
 
-@pytest.mark.parametrize("choice", [{"type": "required"}, {}, {"type": "auto", "disable_parallel_tool_use": 1}])
+@pytest.mark.parametrize(
+    "choice", [{"type": "required"}, {}, {"type": []}, {"type": "auto", "disable_parallel_tool_use": 1}]
+)
 def test_wrong_choices(choice):
     with pytest.raises(InvalidRequest):
         chat_tool_choice(choice)
