@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.report import Ratio, add_arguments, leave
 from kv_transfer.device_pages import DevicePages
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from kv_transfer.protocol.messages import TransferId, pages_per_frame
 from kv_transfer.receive_link import Reserved
@@ -211,14 +212,9 @@ class ReceivingProcess:
     async def _serve(self) -> None:
         servers = []  # a server that nobody refers to stops
         for name in self._settings.transports:
-            receiver = LinkReceiver(
-                identity=LinkIdentity("decode", name, "benchmark", True, "here"),
-                pool=self._pool,
-                generations=PageAllocator(self._pool.num_pages),
-                target=Target(),
-                transports=(name,),
-                ring=self._settings.ring,
-            )
+            identity = LinkIdentity("decode", name, "benchmark", True, "here")
+            setup = LinkSetup(identity, self._pool, PageAllocator(self._pool.num_pages), (name,))
+            receiver = LinkReceiver(setup, Target(), ring=self._settings.ring)
             server = make_server([SERVICE_NAME])
             servers.append(server)
             link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
@@ -267,12 +263,9 @@ class Sender:
         self._plain = socket.create_connection(("127.0.0.1", pipe.recv()))
         for name in settings.transports:
             self._ports[name] = pipe.recv()
-        self._links = SendLinks(
-            identity=LinkIdentity("prefill", "sender", "benchmark", True, "here"),
-            pool=self._pool,
-            generations=PageAllocator(self._pool.num_pages),
-            transports=settings.transports,
-        )
+        identity = LinkIdentity("prefill", "sender", "benchmark", True, "here")
+        allocator = PageAllocator(self._pool.num_pages)
+        self._links = SendLinks(LinkSetup(identity, self._pool, allocator, settings.transports))
 
     async def run_round(self, num_pages: int) -> Round:
         """Everything once."""

@@ -6,16 +6,17 @@ measures what workers measure. Both show the certificate of the process that the
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import torch
 
 from cli.preflight import PreflightSettings
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.measure import Measured
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.receiving import LinkReceiver
+from kv_transfer.receiving import ChannelAddress, LinkReceiver
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2, link_pb2_grpc
@@ -78,16 +79,12 @@ def serve(settings: PreflightSettings) -> None:
 
 
 async def _serve(settings: PreflightSettings) -> None:
-    parts = _parts(settings)
+    setup = _setup(settings)
     try:
-        receiver = LinkReceiver(
-            **parts,
-            target=_NoPages(),
-            host=settings.host,
-            port=settings.transfer_port,
-            advertise_host=settings.advertise_host,
-            advertise_port=settings.advertise_transfer_port,
+        address = ChannelAddress(
+            settings.host, settings.transfer_port, settings.advertise_host, settings.advertise_transfer_port
         )
+        receiver = LinkReceiver(setup, _NoPages(), address=address)
     except OSError as error:
         raise ConfigError(
             f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"
@@ -113,7 +110,7 @@ def measure(settings: PreflightSettings) -> Measured | str:
 
 async def _measure(settings: PreflightSettings) -> Measured | str:
     assert settings.peer is not None, "it is only asked for where it is given"
-    links = SendLinks(**_parts(settings))
+    links = SendLinks(_setup(settings))
     try:
         return await links.measure((settings.peer, INCARNATION))
     except grpc.aio.AioRpcError as error:
@@ -124,16 +121,16 @@ async def _measure(settings: PreflightSettings) -> Measured | str:
         await links.close()
 
 
-def _parts(settings: PreflightSettings) -> Mapping[str, Any]:
+def _setup(settings: PreflightSettings) -> LinkSetup:
     """What both ends of a Link are made of, with a pool of two small pages."""
     files = tls_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
     identity = None if files is None else Identity(files)
     rpc.set_identity(identity)
     pool = PagePool(LAYOUT, 2)
-    return {
-        "identity": LinkIdentity("doctor", INCARNATION, "d0c" * 10 + "d0", exact=False),
-        "pool": pool,
-        "generations": PageAllocator(2),
-        "transports": (settings.transport,),
-        "tls": identity if identity is not None and identity.is_mutual else None,
-    }
+    return LinkSetup(
+        LinkIdentity("doctor", INCARNATION, "d0c" * 10 + "d0", exact=False),
+        pool,
+        PageAllocator(2),
+        (settings.transport,),
+        tls=identity if identity is not None and identity.is_mutual else None,
+    )

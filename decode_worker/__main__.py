@@ -11,7 +11,7 @@ from decode_worker.features import StepFeature
 from decode_worker.mask_pace import PacedMasks
 from decode_worker.speculation import Speculation, Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer
-from kv_transfer.receiving import LinkReceiver
+from kv_transfer.receiving import ChannelAddress, LinkReceiver
 from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
@@ -22,7 +22,6 @@ from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError
 from worker.engine import DecodeEngine, DecodeReport
-from worker.host import channel_tls
 from worker.loading import Loaded
 from worker.startup import Common, Made, Role, run
 from worker.vllm.loading import VllmSettings, load_vllm
@@ -87,19 +86,10 @@ def _max_admitted(settings: DecodeWorkerConfig) -> int:
 def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:
     settings = common.settings
     try:
-        return LinkReceiver(
-            identity=common.identity,
-            pool=common.model.pool,
-            generations=common.model.allocator,
-            target=worker.arrivals,
-            transports=(settings.transport,),
-            host=settings.host,
-            port=settings.transfer_port,
-            advertise_host=settings.advertise_host,
-            advertise_port=settings.advertise_transfer_port,
-            counters=common.counters,
-            tls=channel_tls(settings),
+        address = ChannelAddress(
+            settings.host, settings.transfer_port, settings.advertise_host, settings.advertise_transfer_port
         )
+        return LinkReceiver(common.link_setup, worker.arrivals, address=address)
     except OSError as error:
         raise ConfigError(
             f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_transfer.device_pages import DevicePages
-from kv_transfer.link_end import LinkEnd
-from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter
+from kv_transfer.link_end import LinkEnd, LinkSetup
+from kv_transfer.page_bytes import Destination
 from kv_transfer.protocol.actions import (
     AbandonPages,
     Action,
@@ -27,16 +26,15 @@ from kv_transfer.protocol.actions import (
     Send,
     Supersede,
 )
-from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.frames import PlacementEvent, PlacementTable
+from kv_transfer.protocol.counters import Reason
+from kv_transfer.protocol.frames import PlacementEvent
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.receiver import ReceiverLink
-from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.protocol.receiver_transfer import LinkTerms
 from kv_transfer.receive_thread import FramePlacer
 from kv_transfer.transports.base import AnyReceiveChannel
 from kv_transfer.wire import MalformedMessage, from_wire, tick_until_cancelled
 from protos import link_pb2
-from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated, TandemError, TransferFailed, WorkerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -84,16 +82,11 @@ class ReceiveTarget(Protocol):
 class Surroundings:
     """What a Link at the receiver works with."""
 
+    setup: LinkSetup
     peer: str
-    writer: PageWriter
-    generations: PageGenerations
-    table: PlacementTable
-    timeouts: Timeouts
-    counters: Counters
-    clock: Clock
+    terms: LinkTerms
     abort_anywhere: Callable[[TransferId, TandemError], None]
     on_ended: Callable[[ReceiveLink], None]
-    device_pages: DevicePages | None
 
 
 class ReceiveLink(LinkEnd):
@@ -107,20 +100,18 @@ class ReceiveLink(LinkEnd):
         self._machine = machine
         self._target = target
         self._around = around
-        self._now = around.clock.monotonic
+        self._counters = around.setup.counters
+        self._now = around.setup.clock.monotonic
         self._tasks: list[asyncio.Task[None]] = []
         self._works: set[asyncio.Task[None]] = set()
         self._is_placer_ended = False
         self._placer = FramePlacer(
             channel,
-            around.writer,
-            around.generations,
-            around.table,
-            stall_s=around.timeouts.stall_s,
+            around.setup,
+            terms=around.terms,
             on_events=lambda events: self._from_thread(self._on_events, events),
-            on_dropped=lambda reason: self._from_thread(around.counters.count, reason),
+            on_dropped=lambda reason: self._from_thread(self._counters.count, reason),
             on_ended=lambda error: self._from_thread(self._on_placer_ended, error),
-            device_pages=around.device_pages,
         )
 
     @property
@@ -203,18 +194,17 @@ class ReceiveLink(LinkEnd):
         page_ids = tuple(reserved.page_ids)
         destination = Destination(page_ids, reserved.num_cached_tokens, action.num_tokens)
         try:
-            self._around.writer.check(destination)
+            self._placer.open(action.id, destination)
         except InvariantViolated:
-            # The pages go back to the worker that named them; none of them is ever written to.
+            # The pages go back to the worker that named them.
             logger.exception("transfer %s got unusable pages", action.id)
             self._perform(self._machine.reserved(action.id, 0, 0))
             return
-        self._placer.open(action.id, destination)
         self._perform(self._machine.reserved(action.id, len(page_ids), reserved.num_cached_tokens))
 
     async def _commit(self, action: CommitPages) -> None:
         if not self._placer.is_current(action.id):
-            self._around.counters.count(Reason.STALE_GENERATION)
+            self._counters.count(Reason.STALE_GENERATION)
             error = TransferFailed("reserved pages were given to another use")
             self._perform(self._machine.commit_failed(action.id, error))
             return
@@ -250,7 +240,7 @@ class ReceiveLink(LinkEnd):
     def _on_task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, MalformedMessage):
-            self._around.counters.count(Reason.PROTOCOL_VIOLATION)
+            self._counters.count(Reason.PROTOCOL_VIOLATION)
         if error is not None and not isinstance(error, TandemError):
             logger.error("a task of the Link failed", exc_info=error)
             error = WorkerUnavailable("the Link broke")
@@ -259,7 +249,7 @@ class ReceiveLink(LinkEnd):
     def _on_placer_ended(self, error: TandemError) -> None:
         # The sender may have felt it, and ended the Link, before we hear of it here.
         if self._placer.is_broken:
-            self._around.counters.count(Reason.CHANNEL_BROKEN)
+            self._counters.count(Reason.CHANNEL_BROKEN)
         self.fail(error)
         self._perform_last(self._machine.channel_ended())
         self._is_placer_ended = True

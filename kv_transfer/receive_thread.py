@@ -14,12 +14,14 @@ import torch
 import xxhash
 
 from kv_transfer.device_pages import DevicePages
-from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter
+from kv_transfer.link_end import LinkSetup
+from kv_transfer.page_bytes import Destination, PageWriter
 from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import again
 from kv_transfer.protocol.frames import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
 from kv_transfer.protocol.messages import TransferId
+from kv_transfer.protocol.receiver_transfer import LinkTerms
 from kv_transfer.transports.base import (
     ChannelBroken,
     ChannelEnded,
@@ -47,7 +49,6 @@ class _Reservation:
 class FramePlacer:
     """Owns the receiving channel. The callbacks run on its thread; the other methods belong to the event loop's.
 
-    A device channel needs `device_pages`, of the pool that `writer` writes to.
     `on_events(events)` answers for chunks, `on_dropped(reason)` tells of a frame that was not wanted,
     `on_ended(error)` comes last, when the channel is closed and nothing more is copied.
     """
@@ -55,22 +56,19 @@ class FramePlacer:
     def __init__(
         self,
         channel: ReceiveChannel | DeviceReceiveChannel,
-        writer: PageWriter,
-        generations: PageGenerations,
-        table: PlacementTable,
+        setup: LinkSetup,
         *,
-        stall_s: float,
+        terms: LinkTerms,
         on_events: Callable[[list[PlacementEvent]], None],
         on_dropped: Callable[[Reason], None],
         on_ended: Callable[[TandemError], None],
-        device_pages: DevicePages | None = None,
     ) -> None:
         self._channel = channel
-        self._device_pages = device_pages
-        self._writer = writer
-        self._generations = generations
-        self._table = table
-        self._stall_s = stall_s
+        self._device_pages = DevicePages(setup.pool) if isinstance(channel, DeviceReceiveChannel) else None
+        self._writer = PageWriter(setup.pool, terms.sender)
+        self._generations = setup.generations
+        self._table = PlacementTable(frame_pages=terms.frame_pages, page_bytes=terms.sender.page_bytes)
+        self._stall_s = setup.timeouts.stall_s
         self._on_events = on_events
         self._on_dropped = on_dropped
         self._on_ended = on_ended
@@ -91,7 +89,11 @@ class FramePlacer:
         return self._table.num_frames_seen
 
     def open(self, transfer_id: TransferId, destination: Destination) -> None:
-        """Say which pages a transfer's chunks go to, before the first of them is added."""
+        """Says which pages a transfer's chunks go to, before the first of them is added.
+
+        Raises InvariantViolated for pages that cannot hold its tokens; none of them is ever written to.
+        """
+        self._writer.check(destination)
         # The earlier holder of the pages may have launched what still reads them.
         mark = self._device_pages.mark() if self._device_pages is not None else None
         reservation = _Reservation(destination, self._generations.generations(destination.page_ids), mark)

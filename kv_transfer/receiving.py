@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import grpc
 
-from kv_transfer.device_pages import DevicePages, warm_up
+from kv_transfer.device_pages import warm_up
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.measure import answer_rounds
-from kv_transfer.page_bytes import PageGenerations, PageMemory, PageWriter, channel_device, wire_layout
-from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import abort_of
 from kv_transfer.protocol.fence import Fence
-from kv_transfer.protocol.frames import PlacementTable
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
@@ -30,22 +29,12 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.receiver import ReceiverLink, link_fault
 from kv_transfer.protocol.receiver_transfer import LinkTerms
-from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receive_link import ReceiveLink, ReceiveTarget, Surroundings
-from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
+from kv_transfer.transports.base import AnyReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
-from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, Transports, choose
-from kv_transfer.transports.tls import ChannelTls
-from kv_transfer.wire import (
-    LinkIdentity,
-    MalformedMessage,
-    channel_key,
-    from_wire,
-    note_arithmetic,
-    to_wire,
-)
+from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, choose
+from kv_transfer.wire import MalformedMessage, channel_key, from_wire, note_arithmetic, to_wire
 from protos import link_pb2, link_pb2_grpc
-from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     InvariantViolated,
     LayoutMismatch,
@@ -78,62 +67,49 @@ class RingConfig:
         return RingSpec(min(64, max(4, self.ring_bytes // slot_bytes)), slot_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where channels that need an address are opened.
+
+    All are opened on `host`, and one of them on `port` (0 picks one): that of pages in the host's memory where it is
+    offered. `advertise_host` and `advertise_port` are what senders are told where that differs.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str | None = None
+    advertise_port: int | None = None
+
+
 class LinkReceiver(link_pb2_grpc.LinkServicer):
     """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
 
-    `generations` is asked whether pages are still in the use they were set aside for. Channels that need an address
-    are opened on `host`, and one of them on `port` (0 picks one): that of pages in the host's memory where it is
-    offered. `advertise_host` and `advertise_port` are what senders are told where that differs. With `tls` pages come
-    from other hosts encrypted or not at all. OSError: the port cannot be had.
-    `abort` and `close` belong to the event loop's thread.
+    OSError: the port of `address` cannot be had. `abort` and `close` belong to the event loop's thread.
     """
 
     def __init__(
         self,
-        *,
-        identity: LinkIdentity,
-        pool: PageMemory,
-        generations: PageGenerations,
+        setup: LinkSetup,
         target: ReceiveTarget,
-        transports: Sequence[str] = ("auto",),
-        host: str = "127.0.0.1",
-        port: int = 0,
-        advertise_host: str | None = None,
-        advertise_port: int | None = None,
+        *,
+        address: ChannelAddress | None = None,
         ring: RingConfig | None = None,
-        clock: Clock = SYSTEM_CLOCK,
-        timeouts: Timeouts | None = None,
-        counters: Counters | None = None,
-        tls: ChannelTls | None = None,
     ) -> None:
-        self.counters = counters or Counters()
-        self._identity = identity
-        self._pool = pool
-        self._generations = generations
+        self.counters = setup.counters
+        self._setup = setup
         self._target = target
-        warm_up(pool)
-        self._available = Transports(channel_device(pool), pool.layout.page_bytes, tls)
-        self._transports = self._available.resolve(transports)
-        self._reach = Reach(identity.host_id).at(channel_device(pool))
-        self._host, self._port = host, port
-        self._advertise_host, self._advertise_port = advertise_host, advertise_port
+        warm_up(setup.pool)
+        self._transports = setup.available.resolve(setup.transports)
+        self._address = address or ChannelAddress()
         self._ring = ring or RingConfig()
-        self._clock = clock
-        self._timeouts = timeouts or Timeouts()
-        self._layout = wire_layout(
-            pool.layout,
-            fingerprint=identity.layout_fingerprint,
-            exact=identity.exact,
-            arithmetic=identity.arithmetic,
-            tensor_parallel=identity.tensor_parallel,
-            pipeline_parallel=identity.pipeline_parallel,
-        )
+        self._layout = setup.layout
         self._fence = Fence()
         self._probing = asyncio.Lock()
         self._listeners: dict[str, Listener] = {}
         self._links: set[ReceiveLink] = set()
         self._is_closed = False
-        self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "") if port else ""
+        on_port = (name for name in (*HOST_NETWORK, "nccl") if name in self._transports)
+        self._on_port = next(on_port, "") if self._address.port else ""
         if self._on_port:
             self._listener(self._on_port)  # now: a port that is taken is told at the start, not to the first sender
 
@@ -160,7 +136,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         for link in tuple(self._links):
             link.fail(WorkerUnavailable("the receiving worker is shutting down"))
         try:
-            async with asyncio.timeout(self._timeouts.commit_s):
+            async with asyncio.timeout(self._setup.timeouts.commit_s):
                 for link in tuple(self._links):
                     await link.ended.wait()
         except TimeoutError:
@@ -227,14 +203,14 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
 
     async def _await_channel(self, opening: Future[AnyReceiveChannel]) -> AnyReceiveChannel:
         try:
-            async with asyncio.timeout(self._timeouts.connect_s):
+            async with asyncio.timeout(self._setup.timeouts.connect_s):
                 return await asyncio.wrap_future(opening)
         except TimeoutError:
             raise WorkerUnavailable("the sender did not open its channel in time") from None
 
     async def _receive_hello(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> Hello:
         try:
-            async with asyncio.timeout(self._timeouts.connect_s):
+            async with asyncio.timeout(self._setup.timeouts.connect_s):
                 hello = from_wire(await anext(requests))
         except (TimeoutError, StopAsyncIteration):
             raise WorkerUnavailable("the sender did not introduce itself in time") from None
@@ -252,7 +228,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         if len(self._links) >= MAX_LINKS:
             return Overloaded("the receiving worker has as many Links as it takes")
         fault = link_fault(
-            hello, layout=self._layout, incarnation=self._identity.incarnation, protocol_version=PROTOCOL_VERSION
+            hello, layout=self._layout, incarnation=self._setup.identity.incarnation, protocol_version=PROTOCOL_VERSION
         )
         if fault is not None:
             self.counters.count(fault)
@@ -267,7 +243,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
 
     def _choose(self, hello: Hello) -> str | None:
         sender = Reach(hello.host_id, hello.gpu_id, hello.nccl)
-        return choose(hello.transports, self._transports, sender=sender, receiver=self._reach)
+        return choose(hello.transports, self._transports, sender=sender, receiver=self._setup.reach)
 
     def _terms_for(self, hello: Hello) -> tuple[LinkTerms, HelloAck]:
         transport = self._choose(hello)
@@ -276,8 +252,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         listener = self._listener(transport)
         ring = self._ring.spec_for(hello.layout.page_bytes, is_on_device=transport in DEVICE_NAMES)
         ack = HelloAck(
-            worker_id=self._identity.worker_id,
-            incarnation=self._identity.incarnation,
+            worker_id=self._setup.identity.worker_id,
+            incarnation=self._setup.identity.incarnation,
             layout=self._layout,
             transport=transport,
             channel_address=self._advertised(listener.address, transport),
@@ -291,45 +267,31 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
     def _listener(self, transport: str) -> Listener:
         listener = self._listeners.get(transport)
         if listener is None:
-            port = self._port if transport == self._on_port else 0
-            listener = self._listeners[transport] = self._available[transport].listen(self._host, port)
+            port = self._address.port if transport == self._on_port else 0
+            listener = self._listeners[transport] = self._setup.available[transport].listen(self._address.host, port)
         return listener
 
     def _advertised(self, address: str, transport: str) -> str:
         host, separator, port = address.rpartition(":")
         if not separator or not host:
             return address
-        if self._advertise_host is not None:
-            host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
-        if self._advertise_port is not None and transport == self._on_port:
-            port = str(self._advertise_port)
+        advertised = self._address.advertise_host
+        if advertised is not None:
+            host = f"[{advertised}]" if ":" in advertised else advertised
+        if self._address.advertise_port is not None and transport == self._on_port:
+            port = str(self._address.advertise_port)
         return f"{host}:{port}"
 
     def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: AnyReceiveChannel) -> ReceiveLink:
         machine = ReceiverLink(
             terms=terms,
             fence=self._fence,
-            timeouts=self._timeouts,
+            timeouts=self._setup.timeouts,
             counters=self.counters,
-            now=self._clock.monotonic(),
+            now=self._setup.clock.monotonic(),
         )
-        link = ReceiveLink(
-            machine,
-            channel,
-            self._target,
-            Surroundings(
-                peer=hello.worker_id,
-                writer=PageWriter(self._pool, hello.layout),
-                generations=self._generations,
-                table=PlacementTable(frame_pages=terms.frame_pages, page_bytes=terms.sender.page_bytes),
-                timeouts=self._timeouts,
-                counters=self.counters,
-                clock=self._clock,
-                abort_anywhere=self.abort,
-                on_ended=self._links.discard,
-                device_pages=DevicePages(self._pool) if isinstance(channel, DeviceReceiveChannel) else None,
-            ),
-        )
+        around = Surroundings(self._setup, hello.worker_id, terms, self.abort, self._links.discard)
+        link = ReceiveLink(machine, channel, self._target, around)
         self._links.add(link)
         logger.info("handoff channel %s from %s", transport, hello.worker_id)
         note_arithmetic(self._layout, hello.layout, hello.worker_id)

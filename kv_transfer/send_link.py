@@ -13,9 +13,7 @@ from typing import TypeAlias
 
 import grpc
 
-from kv_transfer.device_pages import DevicePages
-from kv_transfer.link_end import LinkEnd
-from kv_transfer.page_bytes import PageGenerations, PageReader
+from kv_transfer.link_end import LinkEnd, LinkSetup
 from kv_transfer.protocol.actions import (
     Action,
     FailLink,
@@ -27,16 +25,15 @@ from kv_transfer.protocol.actions import (
     Send,
     SkipChunks,
 )
-from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import again
-from kv_transfer.protocol.messages import Hello, HelloAck, TransferId, WireLayout, pages_per_frame
+from kv_transfer.protocol.messages import Hello, HelloAck, TransferId, pages_per_frame
 from kv_transfer.protocol.sender import SenderLink
-from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.send_thread import ChunkPoster
+from kv_transfer.send_thread import Answer, ChunkPoster
 from kv_transfer.transports.base import AnySendChannel
 from kv_transfer.wire import from_wire, tick_until_cancelled
 from protos import link_pb2
-from services.runtime.clock import Clock, Deadline
+from services.runtime.clock import Deadline
 from services.runtime.errors import (
     LayoutMismatch,
     Overloaded,
@@ -189,48 +186,41 @@ class SendLink(LinkEnd):
     def __init__(
         self,
         opened: Opened,
-        reader: PageReader,
-        generations: PageGenerations,
+        setup: LinkSetup,
         *,
-        layout: WireLayout,
-        timeouts: Timeouts,
-        counters: Counters,
-        clock: Clock,
         meter: LinkMeter,
         on_lost: Callable[[], None],
         on_ended: Callable[[], None],
-        device_pages: DevicePages | None,
     ) -> None:
         super().__init__(f"Link to {opened.ack.worker_id}")
         self.transport = opened.ack.transport
         self.receiver_id = opened.ack.worker_id
         self.is_retired = False
         """Another Link has taken its place; it ends with its last transfer."""
-        self.now = clock.monotonic
+        self.now = setup.clock.monotonic
         self._opened = opened
-        self._generations = generations
-        self._counters = counters
+        self._generations = setup.generations
+        self._counters = setup.counters
         self._meter = meter
-        self._page_bytes = layout.page_bytes
+        self._page_bytes = setup.layout.page_bytes
         self._on_lost = on_lost
         self._on_ended = on_ended
-        frame_pages = pages_per_frame(layout.page_bytes, opened.ack.ring_slot_bytes)
+        frame_pages = pages_per_frame(self._page_bytes, opened.ack.ring_slot_bytes)
         self._machine = SenderLink(
-            layout=layout, frame_pages=frame_pages, timeouts=timeouts, counters=counters, now=self.now()
+            layout=setup.layout,
+            frame_pages=frame_pages,
+            timeouts=setup.timeouts,
+            counters=setup.counters,
+            now=self.now(),
         )
         self._handles: dict[TransferId, SendTransfer] = {}
         self._poster = ChunkPoster(
             opened.channel,
-            reader,
-            generations,
+            setup,
             frame_pages=frame_pages,
-            stall_s=timeouts.stall_s,
-            on_posted=lambda chunk, digest: self._from_thread(self._on_posted, chunk, digest),
-            on_skipped=lambda chunk: self._from_thread(self._on_skipped, chunk),
-            on_stale=lambda chunk: self._from_thread(self._on_stale, chunk),
+            on_answer=lambda chunk, answer: self._from_thread(self._on_answer, chunk, answer),
             on_broken=lambda error: self._from_thread(self._on_broken, error),
             on_ended=lambda: self._from_thread(self._on_poster_ended),
-            device_pages=device_pages,
         )
         runs = (self._read(), self._write(), tick_until_cancelled(self._tick))
         self._tasks = [asyncio.create_task(run) for run in runs]
@@ -364,14 +354,14 @@ class SendLink(LinkEnd):
             error = WorkerUnavailable("the Link broke")
         self.fail(error or WorkerUnavailable("the Link was ended"))
 
-    def _on_posted(self, chunk: PostChunk, digest: bytes) -> None:
-        self._perform(self._machine.chunk_posted(chunk.id, chunk.chunk_index, digest, self.now()))
-
-    def _on_skipped(self, chunk: PostChunk) -> None:
-        self._perform(self._machine.chunk_skipped(chunk.id))
-
-    def _on_stale(self, chunk: PostChunk) -> None:
-        self._perform(self._machine.chunk_stale(chunk.id, self.now()))
+    def _on_answer(self, chunk: PostChunk, answer: Answer) -> None:
+        if answer == "skipped":
+            actions = self._machine.chunk_skipped(chunk.id)
+        elif answer == "stale":
+            actions = self._machine.chunk_stale(chunk.id, self.now())
+        else:
+            actions = self._machine.chunk_posted(chunk.id, chunk.chunk_index, answer, self.now())
+        self._perform(actions)
 
     def _on_broken(self, error: TandemError) -> None:
         self._counters.count(Reason.CHANNEL_BROKEN)

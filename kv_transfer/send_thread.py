@@ -10,56 +10,50 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import xxhash
 
 from kv_transfer.device_pages import DevicePages
-from kv_transfer.page_bytes import PageGenerations, PageReader
+from kv_transfer.link_end import LinkSetup
+from kv_transfer.page_bytes import PageReader
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.messages import DIGEST_BYTES, TransferId, chain_digest
 from kv_transfer.transports.base import ChannelBroken, DeviceSendChannel, SendChannel
 from services.runtime.errors import InvariantViolated, TandemError
 
 _Generations: TypeAlias = tuple[int, ...]
+Answer: TypeAlias = bytes | Literal["skipped", "stale"]
+"""What became of a chunk: the digest of its pages, which are posted; or it was left out, or its pages were given to
+another use before they had been read."""
 logger = logging.getLogger(__name__)
 
 
 class ChunkPoster:
     """Owns the sending channel. The callbacks run on its thread.
 
-    A device channel needs `device_pages`, of the pool that `reader` reads.
-    `on_posted(chunk, digest)`, `on_skipped(chunk)` and `on_stale(chunk)` answer for a chunk, the last where its pages
-    were given to another use before they had been read; `on_broken(error)` comes before the answers that it causes;
-    `on_ended()` comes last, when the channel is closed.
+    `on_answer` tells what became of a chunk; `on_broken` comes before the answers that it causes; `on_ended` comes
+    last, when the channel is closed.
     """
 
     def __init__(
         self,
         channel: SendChannel | DeviceSendChannel,
-        reader: PageReader,
-        generations: PageGenerations,
+        setup: LinkSetup,
         *,
         frame_pages: int,
-        stall_s: float,
-        on_posted: Callable[[PostChunk, bytes], None],
-        on_skipped: Callable[[PostChunk], None],
-        on_stale: Callable[[PostChunk], None],
+        on_answer: Callable[[PostChunk, Answer], None],
         on_broken: Callable[[TandemError], None],
         on_ended: Callable[[], None],
-        device_pages: DevicePages | None = None,
     ) -> None:
         self._channel = channel
-        self._device_pages = device_pages
-        self._reader = reader
-        self._generations = generations
+        self._device_pages = DevicePages(setup.pool) if isinstance(channel, DeviceSendChannel) else None
+        self._reader = PageReader(setup.pool)
+        self._generations = setup.generations
         self._frame_pages = frame_pages
-        self._stall_s = stall_s
-        self._on_posted = on_posted
-        self._on_skipped = on_skipped
-        self._on_stale = on_stale
+        self._stall_s = setup.timeouts.stall_s
+        self._on_answer = on_answer
         self._on_broken = on_broken
         self._on_ended = on_ended
         self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations] | None] = queue.SimpleQueue()
@@ -97,7 +91,7 @@ class ChunkPoster:
             self._on_ended()
 
     def _answer_for(self, chunk: PostChunk, generations: _Generations) -> None:
-        answer: Callable[[], None] = partial(self._on_skipped, chunk)
+        answer: Answer = "skipped"
         try:
             answer = self._post(chunk, generations)
         except ChannelBroken as error:
@@ -105,7 +99,7 @@ class ChunkPoster:
         except Exception:
             logger.exception("posting a chunk failed")
             self._break(ChannelBroken("posting a chunk failed"))
-        answer()
+        self._on_answer(chunk, answer)
 
     def _leave_out(self, chunk: PostChunk) -> None:
         """Tell the receiver not to wait for the rest of the chunk: an empty frame with its last number."""
@@ -120,15 +114,15 @@ class ChunkPoster:
             self._is_broken = True
             self._on_broken(error)
 
-    def _post(self, chunk: PostChunk, generations: _Generations) -> Callable[[], None]:
-        """Post a chunk frame by frame, to its end or until it need not continue; return the answer for it."""
+    def _post(self, chunk: PostChunk, generations: _Generations) -> Answer:
+        """Posts a chunk frame by frame, to its end or until it need not continue. Returns the answer for it."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
             if self._is_broken:
-                return partial(self._on_skipped, chunk)
+                return "skipped"
             if chunk.id in self._skipped:
                 self._leave_out(chunk)
-                return partial(self._on_skipped, chunk)
+                return "skipped"
             end = offset + self._frame_pages
             page_ids = chunk.page_ids[offset:end]
             digest = self._post_frame(chunk.first_seq + offset // self._frame_pages, page_ids)
@@ -136,9 +130,9 @@ class ChunkPoster:
             if self._generations.generations(page_ids) != generations[offset:end]:
                 if end < len(chunk.page_ids):
                     self._leave_out(chunk)
-                return partial(self._on_stale, chunk)
+                return "stale"
             digests.append(digest)
-        return partial(self._on_posted, chunk, chain_digest(digests))
+        return chain_digest(digests)
 
     def _post_frame(self, seq: int, page_ids: Sequence[int]) -> bytes:
         """Post pages as one frame; return the digest of what was read."""

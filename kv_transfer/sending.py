@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import grpc
 
 from kv_transfer import measure as probing
-from kv_transfer.device_pages import DevicePages, warm_up
+from kv_transfer.device_pages import warm_up
 from kv_transfer.doubting import LinkDoubts
-from kv_transfer.page_bytes import PageGenerations, PageMemory, PageReader, channel_device, wire_layout
-from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.link_end import LinkSetup
+from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import error_from
 from kv_transfer.protocol.messages import Abort, Hello, HelloAck, TransferId
-from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.send_link import Call, Opened, SendLink, SendTransfer, link_error
-from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
-from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
-from kv_transfer.transports.tls import ChannelTls
-from kv_transfer.wire import (
-    LinkIdentity,
-    MalformedMessage,
-    channel_key,
-    from_wire,
-    note_arithmetic,
-    to_wire,
-)
+from kv_transfer.transports.base import AnySendChannel, ChannelBroken, RingSpec, Transport
+from kv_transfer.transports.registry import AUTO, in_order
+from kv_transfer.wire import MalformedMessage, channel_key, from_wire, note_arithmetic, to_wire
 from protos import link_pb2, link_pb2_grpc, worker_pb2
-from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.clock import Deadline
 from services.runtime.errors import (
     DeadlineExceeded,
     LayoutMismatch,
@@ -56,54 +47,26 @@ logger = logging.getLogger(__name__)
 class SendLinks:
     """The Links of a worker that sends, made on first use and again after they broke.
 
-    `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
-    offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
-    them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
-    a better one, a Link over it takes the place of the first. `meters` knows how fast pages get to each receiver: it
-    learns from every handoff and measurement, and of receivers that nothing is sent to from probes of little traffic.
-    `on_channels` is told, on the event loop, the channel to each receiver (by its worker id) whenever that changes.
-    With `tls` pages leave the host encrypted or not at all.
+    Where the setup's transports are `auto`, the first Link to a receiver takes the first of them that opens, so that
+    no request waits for a measurement; they are measured a little later, and where that finds a better one, a Link over
+    it takes the place of the first. `meters` knows how fast pages get to each receiver: it learns from every handoff
+    and measurement, and of receivers that nothing is sent to from probes of little traffic. `on_channels` is told, on
+    the event loop, the channel to each receiver (by its worker id) whenever that changes.
     """
 
-    def __init__(
-        self,
-        *,
-        identity: LinkIdentity,
-        pool: PageMemory,
-        generations: PageGenerations,
-        transports: Sequence[str] = ("auto",),
-        clock: Clock = SYSTEM_CLOCK,
-        timeouts: Timeouts | None = None,
-        counters: Counters | None = None,
-        tls: ChannelTls | None = None,
-        on_channels: Callable[[Mapping[str, str]], None] | None = None,
-    ) -> None:
-        self.counters = counters or Counters()
+    def __init__(self, setup: LinkSetup, *, on_channels: Callable[[Mapping[str, str]], None] | None = None) -> None:
+        self.counters = setup.counters
         self.meters = LinkMeters()
-        self._identity = identity
-        self._layout = wire_layout(
-            pool.layout,
-            fingerprint=identity.layout_fingerprint,
-            exact=identity.exact,
-            arithmetic=identity.arithmetic,
-            tensor_parallel=identity.tensor_parallel,
-            pipeline_parallel=identity.pipeline_parallel,
-        )
-        self._reader = PageReader(pool)
-        self._generations = generations
-        self._pool = pool
-        warm_up(pool)
-        self._available = Transports(channel_device(pool), pool.layout.page_bytes, tls)
-        self._transports = self._available.resolve(transports)
-        self._is_auto = AUTO in transports
-        self._reach = Reach(identity.host_id).at(channel_device(pool))
+        self._setup = setup
+        warm_up(setup.pool)
+        self._transports = setup.available.resolve(setup.transports)
+        self._is_auto = AUTO in setup.transports
         self._measured: dict[str, tuple[float, probing.Measured]] = {}
         self._unopened: dict[str, set[str]] = {}
         """By receiver, the transports that could not be opened: those of `auto`, until they are measured."""
         self._channels: dict[str, str] = {}
         self._on_channels = on_channels
-        self._clock = clock
-        self._timeouts = timeouts or Timeouts()
+        self._clock = setup.clock
         self._links: dict[tuple[str, str], asyncio.Future[SendLink]] = {}
         self._closing: set[asyncio.Event] = set()
         self._retired: set[SendLink] = set()
@@ -250,7 +213,7 @@ class SendLinks:
     async def _dial(self, key: tuple[str, str]) -> SendLink:
         offered = self._offer_to(key[0])
         try:
-            async with asyncio.timeout(self._timeouts.connect_s):
+            async with asyncio.timeout(self._setup.timeouts.connect_s):
                 while True:
                     try:
                         return await self._dial_with(key, offered)
@@ -314,14 +277,14 @@ class SendLinks:
 
     def _hello(self, peer_incarnation: str, offered: tuple[str, ...]) -> Hello:
         return Hello(
-            worker_id=self._identity.worker_id,
-            incarnation=self._identity.incarnation,
+            worker_id=self._setup.identity.worker_id,
+            incarnation=self._setup.identity.incarnation,
             peer_incarnation=peer_incarnation,
-            layout=self._layout,
+            layout=self._setup.layout,
             transports=offered,
-            host_id=self._reach.host_id,
-            gpu_id=self._reach.gpu_id,
-            nccl=self._reach.nccl,
+            host_id=self._setup.reach.host_id,
+            gpu_id=self._setup.reach.gpu_id,
+            nccl=self._setup.reach.nccl,
         )
 
     async def _dial_with(self, key: tuple[str, str], offered: tuple[str, ...]) -> SendLink:
@@ -342,12 +305,12 @@ class SendLinks:
             await rpc_channel.close()
             raise
         logger.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
-        note_arithmetic(self._layout, ack.layout, ack.worker_id)
+        note_arithmetic(self._setup.layout, ack.layout, ack.worker_id)
         return self._adopt(key, Opened(rpc_channel, call, channel, hello, ack))
 
     async def _open_channel(self, hello: Hello, ack: HelloAck) -> AnySendChannel:
-        timeout_s = OPENING_SHARE * self._timeouts.connect_s
-        return await _open_channel(self._available[ack.transport], hello, ack, timeout_s)
+        timeout_s = OPENING_SHARE * self._setup.timeouts.connect_s
+        return await _open_channel(self._setup.available[ack.transport], hello, ack, timeout_s)
 
     def _note_channel(self, worker_id: str, transport: str | None) -> None:
         if transport is None:
@@ -379,16 +342,10 @@ class SendLinks:
 
         link = SendLink(
             opened,
-            self._reader,
-            self._generations,
-            layout=self._layout,
-            timeouts=self._timeouts,
-            counters=self.counters,
-            clock=self._clock,
+            self._setup,
             meter=self.meters.to(opened.ack.worker_id),
             on_lost=lambda: self._forget(key, link),
             on_ended=on_ended,
-            device_pages=DevicePages(self._pool) if isinstance(opened.channel, DeviceSendChannel) else None,
         )
         return link
 

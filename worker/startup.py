@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import grpc
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
@@ -60,10 +61,10 @@ class Common(Generic[C, R, E]):
     counters: Counters = field(default_factory=Counters)
 
     @functools.cached_property
-    def identity(self) -> LinkIdentity:
-        """What this worker says of itself to the other end of a Link."""
+    def link_setup(self) -> LinkSetup:
+        """What this worker brings to its Links, those on which it sends and those on which it receives."""
         model = self.model
-        return LinkIdentity(
+        identity = LinkIdentity(
             self.settings.id,
             self.incarnation,
             model.fingerprint,
@@ -72,17 +73,20 @@ class Common(Generic[C, R, E]):
             tensor_parallel=model.parallelism.tensor,
             pipeline_parallel=model.parallelism.pipeline,
         )
+        return LinkSetup(
+            identity,
+            model.pool,
+            model.allocator,
+            (self.settings.transport,),
+            counters=self.counters,
+            tls=channel_tls(self.settings),
+        )
 
     def send_links(self) -> SendLinks:
         """The Links on which it sends pages."""
         lease = self.lease
         return SendLinks(
-            identity=self.identity,
-            pool=self.model.pool,
-            generations=self.model.allocator,
-            transports=(self.settings.transport,),
-            counters=self.counters,
-            tls=channel_tls(self.settings),
+            self.link_setup,
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
@@ -227,23 +228,16 @@ async def make_pair() -> AsyncIterator[PairMaker]:
             allocator = PageAllocator(source.num_pages)
             target = Target(pool or make_pool(seed=2))
             own = receiver_identity or identity("decode-0")
+            transports = receiver_transports or (transport,)
+            times = timeouts or Timeouts()
             receiver = LinkReceiver(
-                identity=own,
-                pool=target.pool,
-                generations=target.allocator,
-                target=target,
-                transports=receiver_transports or (transport,),
+                LinkSetup(own, target.pool, target.allocator, transports, times),
+                target,
                 ring=RingConfig(slot_bytes=slot_bytes, ring_bytes=4 * slot_bytes, device_slot_bytes=slot_bytes),
-                timeouts=timeouts,
             )
             address = await stack.enter_async_context(serving(receiver))
-            links = SendLinks(
-                identity=sender_identity or identity("prefill-0"),
-                pool=source,
-                generations=allocator,
-                transports=(transport,),
-                timeouts=timeouts,
-            )
+            sender = sender_identity or identity("prefill-0")
+            links = SendLinks(LinkSetup(sender, source, allocator, (transport,), times))
             stack.push_async_callback(links.close)
             return Pair(links, receiver, target, source, allocator, address, own.incarnation)
 

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receive_link import Reserved
 from kv_transfer.receiving import LinkReceiver, RingConfig
@@ -66,11 +67,8 @@ class Target:
 async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:
     identity = LinkIdentity("decode-0", secrets.token_hex(16), "f" * 32, True)
     receiver = LinkReceiver(
-        identity=identity,
-        pool=pool,
-        target=Target(pool, pipe),
-        generations=PageAllocator(pool.num_pages),
-        transports=(settings["transport"].partition("@")[0],),
+        LinkSetup(identity, pool, PageAllocator(pool.num_pages), (settings["transport"].partition("@")[0],)),
+        Target(pool, pipe),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
     )
     server = make_server([SERVICE_NAME])
@@ -81,12 +79,9 @@ async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) ->
 
 
 def make_links(settings: dict[str, str], pool: PagePool) -> SendLinks:
-    return SendLinks(
-        identity=LinkIdentity("prefill-0", secrets.token_hex(16), "f" * 32, True),
-        pool=pool,
-        generations=PageAllocator(pool.num_pages),
-        transports=(settings["transport"].partition("@")[0],),
-    )
+    identity = LinkIdentity("prefill-0", secrets.token_hex(16), "f" * 32, True)
+    transport = settings["transport"].partition("@")[0]
+    return SendLinks(LinkSetup(identity, pool, PageAllocator(pool.num_pages), (transport,)))
 
 
 async def ask_and_die(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
@@ -95,25 +96,11 @@ async def make_worker() -> AsyncIterator[WorkerMaker]:
         async def make(name: str, transport: str, *, page_size: int = 16, timeouts: Timeouts | None = None) -> Worker:
             target = Target(make_pool(page_size=page_size, num_pages=400, seed=len(name)))
             own, counters = identity(name), Counters()
-            receiver = LinkReceiver(
-                identity=own,
-                pool=target.pool,
-                generations=target.allocator,
-                target=target,
-                transports=(transport,),
-                ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
-                timeouts=timeouts,
-                counters=counters,
-            )
+            times = timeouts or Timeouts()
+            setup = LinkSetup(own, target.pool, target.allocator, (transport,), times, counters)
+            receiver = LinkReceiver(setup, target, ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000))
             address = await stack.enter_async_context(serving(receiver))
-            links = SendLinks(
-                identity=own,
-                pool=target.pool,
-                generations=target.allocator,
-                transports=(transport,),
-                timeouts=timeouts,
-                counters=counters,
-            )
+            links = SendLinks(setup)
             stack.push_async_callback(links.close)
             return Worker(target, own, receiver, links, address, counters)
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receive_link import Reserved
@@ -110,12 +111,8 @@ def device_of(transport: str) -> str:
 
 def make_links(pool: PagePool, transport: str) -> SendLinks:
     # The host's real name, as the other process finds it too.
-    return SendLinks(
-        identity=LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True),
-        pool=pool,
-        generations=PageAllocator(pool.num_pages),
-        transports=(transport.partition("@")[0],),
-    )
+    identity = LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True)
+    return SendLinks(LinkSetup(identity, pool, PageAllocator(pool.num_pages), (transport.partition("@")[0],)))
 
 
 @pytest.mark.parametrize(
@@ -184,14 +181,9 @@ async def test_the_death_of_the_sender_frees_the_receivers_pages(
     caplog.set_level(logging.CRITICAL, logger="kv_transfer.receive_link")
     target = Target(make_pool(seed=2, device=device_of(transport)))
     own = identity("decode-0")
-    receiver = LinkReceiver(
-        identity=LinkIdentity("decode-0", own.incarnation, FINGERPRINT, True),
-        pool=target.pool,
-        generations=target.allocator,
-        target=target,
-        transports=(transport.partition("@")[0],),
-        ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
-    )
+    named = LinkIdentity("decode-0", own.incarnation, FINGERPRINT, True)
+    setup = LinkSetup(named, target.pool, target.allocator, (transport.partition("@")[0],))
+    receiver = LinkReceiver(setup, target, ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000))
     before = _traces()
     async with serving(receiver) as address:
         settings = {"address": address, "incarnation": own.incarnation}
@@ -223,9 +215,7 @@ async def test_who_has_asked_for_pages_was_heard_whatever_happens_next(monkeypat
         return await reserve_pages(transfer_id, num_tokens)
 
     monkeypatch.setattr(target, "reserve", note)
-    receiver = LinkReceiver(
-        identity=own, pool=target.pool, generations=target.allocator, target=target, transports=("shm",)
-    )
+    receiver = LinkReceiver(LinkSetup(own, target.pool, target.allocator, ("shm",)), target)
     num_unheard = 0
     async with serving(receiver) as address:
         for number in range(8):
@@ -259,13 +249,8 @@ async def test_a_frozen_peer_is_dead_after_three_seconds(transport: str, frozen:
         return
     target = Target(make_pool(seed=2))
     own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
-    receiver = LinkReceiver(
-        identity=own,
-        pool=target.pool,
-        generations=target.allocator,
-        target=target,
-        transports=(transport.partition("@")[0],),
-    )
+    setup = LinkSetup(own, target.pool, target.allocator, (transport.partition("@")[0],))
+    receiver = LinkReceiver(setup, target)
     async with serving(receiver) as address:
         settings = {"address": address, "incarnation": own.incarnation}
         async with peer(role="sender", transport=transport, page_size=16, **settings) as sender:

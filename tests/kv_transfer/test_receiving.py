@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.receiving import LinkReceiver, RingConfig
+from kv_transfer.link_end import LinkSetup
+from kv_transfer.receiving import ChannelAddress, LinkReceiver, RingConfig
 from tests.kv_transfer.conftest import Target, identity, make_pool
 
 
 def receiver_with(transport: str, **places: Any) -> LinkReceiver:
     target = Target(make_pool(seed=2))
     return LinkReceiver(
-        identity=identity("decode-0"),
-        pool=target.pool,
-        generations=target.allocator,
-        target=target,
-        transports=(transport,),
+        LinkSetup(identity("decode-0"), target.pool, target.allocator, (transport,)),
+        target,
+        address=ChannelAddress(**places),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000, device_slot_bytes=20_000),
-        **places,
     )
 
 
