@@ -1,6 +1,7 @@
 """A primary, its replica and three sentinels, as processes of the embedded server's program."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ ADMIN = "admin"
 """May do everything, and needs no password."""
 START_TIMEOUT_S = 20.0
 FAILOVER_TIMEOUT_S = 30.0
+PERIODS_MS = {"info-period": 500, "publish-period": 100, "ask-period": 100}
+"""A tenth or less of what the sentinels wait by default, so that a failover and the return of a server take little."""
 
 
 class SentinelSet:
@@ -61,6 +64,9 @@ class SentinelSet:
         while not all(self._knows_all(port) for port in self.sentinels):
             assert time.monotonic() < end, "the sentinels do not find each other"
             time.sleep(0.1)
+        for port in self.sentinels:
+            with redis.Redis(port=port, password=f"{PASSWORD}s") as client:
+                client.execute_command("SENTINEL", "DEBUG", *itertools.chain(*PERIODS_MS.items()))
 
     def start_server(self, port: int, *, is_replica: bool) -> None:
         arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--masteruser", "replica"]
