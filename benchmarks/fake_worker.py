@@ -22,7 +22,7 @@ from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
 from services.runtime.membership import Member
-from worker.sessions import Emission, Session, SessionServer, StepTokens
+from worker.sessions import Emission, Reports, Session, SessionServer, StepTokens
 
 NUM_PAGES = 1_000_000
 FIRST_TOKEN_ID = 300
@@ -183,13 +183,13 @@ async def serve(redis_url: str, cluster: str, *, step_s: float, tokens_per_step:
     workers.prefill = SessionServer(
         incarnation=prefill_incarnation,
         handlers={"prefill": workers.compute, "cancel": workers.cancel},
-        load=workers.load,
+        reports=Reports(workers.load),
         on_session_closed=workers.close,
     )
     workers.decode = SessionServer(
         incarnation=decode_incarnation,
         handlers={"admit": workers.admit, "cancel": workers.cancel},
-        load=workers.load,
+        reports=Reports(workers.load),
         on_session_closed=workers.close,
     )
     secrets = Secrets()

@@ -33,7 +33,7 @@ from services.runtime import rpc
 from services.runtime.membership import Guard, Member, is_signed, sign_record
 from services.runtime.tls import Identity
 from tests.certificates import Authority
-from worker.sessions import SessionServer
+from worker.sessions import Reports, SessionServer
 
 METHOD = "/tandem.v1.DecodeWorker/Session"
 INCARNATION = "a" * 32
@@ -44,7 +44,10 @@ RECORD_BYTES = 1000
 class _Worker(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self) -> None:
         self.sessions = SessionServer(
-            incarnation=INCARNATION, handlers={}, load=worker_pb2.WorkerLoad, on_session_closed=lambda _: None
+            incarnation=INCARNATION,
+            handlers={},
+            reports=Reports(worker_pb2.WorkerLoad),
+            on_session_closed=lambda _: None,
         )
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:

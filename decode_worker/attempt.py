@@ -101,8 +101,7 @@ class DecodeAttempt(EngineAttempt):
         telemetry.record(
             "decode.steps",
             telemetry.sibling(self.trace, telemetry.DECODE_SPAN),
-            self.decoding_since_unix_ns,
-            end_unix_ns,
+            during_unix_ns=(self.decoding_since_unix_ns, end_unix_ns),
             attributes={
                 "tandem.tokens": self.num_tokens,
                 "tandem.steps": self._num_steps,

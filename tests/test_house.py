@@ -39,8 +39,6 @@ MANY_PARAMETERS = {
     "services/engine/engine.py:_with_pool": 8,
     "services/engine/engine.py:load_engine": 13,
     "services/runtime/rpc.py:make_server": 7,
-    "services/runtime/telemetry.py:record": 7,
-    "worker/sessions.py:SessionServer.__init__": 8,
 }
 MANY_POSITIONAL = {
     "cli": 12,

@@ -27,7 +27,7 @@ from services.structured.grammar import Grammars
 from worker.attempts import AttemptSpec, AttemptTable
 from worker.engine import Engine, EngineFacts, StepReport
 from worker.metrics import Load, WorkerMetrics
-from worker.sessions import CommandHandler, Payload, Session, SessionServer
+from worker.sessions import CommandHandler, Payload, Reports, Session, SessionServer
 from worker.threads import infallible, on_this_loop
 
 ENGINE_STOP_TIMEOUT_S = 10.0
@@ -102,11 +102,13 @@ class EngineWorker(ABC, Generic[A]):
         self.sessions = SessionServer(
             incarnation=around.incarnation,
             handlers={**handlers, "drain": self._on_drain},
-            load=lambda: self.load().to_message(is_draining=self._is_draining),
+            reports=Reports(
+                load=lambda: self.load().to_message(is_draining=self._is_draining),
+                gpu=around.gpu,
+                links=peer_links,
+                counts=self._metrics.counts,
+            ),
             on_session_closed=self._on_session_closed,
-            gpu=around.gpu,
-            links=peer_links,
-            counts=self._metrics.counts,
         )
         self._thread = EngineThread(
             engine.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=engine.check_books

@@ -146,15 +146,27 @@ Commands: TypeAlias = worker_pb2.PrefillCommands | worker_pb2.DecodeCommands
 CommandHandler: TypeAlias = Callable[[Session, Any], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What a worker says of itself beside the events of its attempts.
+
+    `load` is called for nearly every message (see `SessionLimits.load_s`), and so is `gpu`, whose result is sent where
+    it is another object than before. A link is sent where it has changed by more than a price would show. `counts` is
+    asked once a second, and its result is sent where it has changed.
+    """
+
+    load: Callable[[], worker_pb2.WorkerLoad]
+    gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None
+    links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None
+    counts: Callable[[], worker_pb2.WorkerCounts] | None = None
+
+
 class SessionServer:
     """Serves `Session` of a worker.
 
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
-    with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
-    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. A link is
-    sent where it has changed by more than a price would show. `counts` is asked once a second, and its result is sent
-    where it has changed.
+    with Refused if the command brought a sequence, and logged otherwise.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -163,19 +175,13 @@ class SessionServer:
         *,
         incarnation: str,
         handlers: Mapping[str, CommandHandler],
-        load: Callable[[], worker_pb2.WorkerLoad],
+        reports: Reports,
         on_session_closed: Callable[[Session], None],
-        gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
-        links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
-        counts: Callable[[], worker_pb2.WorkerCounts] | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
-        self._links = links
         self._incarnation = incarnation
         self._handlers = dict(handlers)
-        self._load = load
-        self._gpu = gpu
-        self._counts = counts
+        self._reports = reports
         self._on_session_closed = on_session_closed
         self._limits = limits or SessionLimits()
         self._loop = asyncio.get_running_loop()
@@ -325,27 +331,28 @@ class SessionServer:
     def _take(self, session: Session) -> worker_pb2.StepEvents:
         taken, session.pending = self._next_events(session)
         message = worker_pb2.StepEvents(worker_incarnation=self._incarnation)
+        reports = self._reports
         now_s = self._loop.time()
         is_step = bool(taken) and all(type(emission.payload) is StepTokens for emission in taken)
         if not is_step or now_s - session.load_sent_s >= self._limits.load_s:
             session.load_sent_s = now_s
-            message.load.CopyFrom(self._load())
+            message.load.CopyFrom(reports.load())
         if not session.is_told_places:
             session.is_told_places, message.form_places = True, NUM_PLACES
-        gpu = None if self._gpu is None else self._gpu()
+        gpu = None if reports.gpu is None else reports.gpu()
         if gpu is not None and gpu is not session.told_gpu:
             session.told_gpu = gpu
             message.gpu.CopyFrom(gpu)
-        if self._links is not None and now_s - session.links_sent_s >= self._limits.links_s:
+        if reports.links is not None and now_s - session.links_sent_s >= self._limits.links_s:
             session.links_sent_s = now_s
-            for link in self._links():
+            for link in reports.links():
                 told = session.told_links.get(link.worker_id)
                 if told is None or _is_other(told, link):
                     session.told_links[link.worker_id] = link
                     message.links.add().CopyFrom(link)
-        if self._counts is not None and now_s - session.counts_at_s >= COUNTS_S:
+        if reports.counts is not None and now_s - session.counts_at_s >= COUNTS_S:
             session.counts_at_s = now_s
-            counts = self._counts()
+            counts = reports.counts()
             if counts != session.told_counts:
                 session.told_counts = counts
                 message.counts.CopyFrom(counts)

@@ -14,7 +14,7 @@ def record_chunk(
     """The step that computed `num_tokens` of a prompt from position `start`, as a part of the attempt's `prefill`."""
     if trace is not None:
         attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
-        telemetry.record("prefill.chunk", trace, start_unix_ns, end_unix_ns, attributes=attributes)
+        telemetry.record("prefill.chunk", trace, during_unix_ns=(start_unix_ns, end_unix_ns), attributes=attributes)
 
 
 def record_sending(
@@ -40,4 +40,5 @@ def record_sending(
             attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
     if isinstance(error, asyncio.CancelledError | RequestCancelled):
         attributes["tandem.is_cancelled"], error = True, None
-    telemetry.record("kv_transfer.send", trace, start_unix_ns, end_unix_ns, attributes=attributes, error=error)
+    during_unix_ns = (start_unix_ns, end_unix_ns)
+    telemetry.record("kv_transfer.send", trace, during_unix_ns=during_unix_ns, attributes=attributes, error=error)

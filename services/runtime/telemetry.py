@@ -149,22 +149,20 @@ def export(spans: Sequence[Span]) -> None:
 def record(
     name: str,
     parent: TraceContext,
-    start_unix_ns: int,
-    end_unix_ns: int,
     *,
+    during_unix_ns: tuple[int, int],
     attributes: Mapping[str, Value] | None = None,
     events: Sequence[Event] = (),
     error: BaseException | None = None,
 ) -> None:
-    """Exports one span whose parent was made by another process."""
+    """Exports one span whose parent was made by another process. `during_unix_ns` is (start, end)."""
     export(
         [
             Span(
                 name,
                 parent._replace(span_id=new_span_id()),
                 parent.span_id,
-                start_unix_ns,
-                end_unix_ns,
+                *during_unix_ns,
                 attributes or {},
                 events,
                 error_type="" if error is None else type(error).__name__,

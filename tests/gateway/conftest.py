@@ -24,7 +24,7 @@ from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable, WorkerUnavailable
 from services.runtime.model_facts import ModelFacts
-from worker.sessions import Session, SessionServer, StepTokens, failed, refused
+from worker.sessions import Reports, Session, SessionServer, StepTokens, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
@@ -211,10 +211,8 @@ class ScriptedWorker:
                 "unpause": self._unpause,
                 "hand_over": self._hand_over,
             },
-            load=lambda: self.load,
+            reports=Reports(load=lambda: self.load, gpu=lambda: self.gpu, counts=lambda: copy.deepcopy(self.counts)),
             on_session_closed=lambda session: None,
-            gpu=lambda: self.gpu,
-            counts=lambda: copy.deepcopy(self.counts),
         )
         self.server = rpc.make_server((f"tandem.v1.{name}",))
         add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")

@@ -38,11 +38,13 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.sessions = session.SessionServer(
             incarnation=INCARNATION,
             handlers={"admit": self._admit, "cancel": self._cancel},
-            load=self._load,
+            reports=session.Reports(
+                load=self._load,
+                gpu=lambda: self.gpu,
+                links=lambda: self.links,
+                counts=lambda: worker_pb2.WorkerCounts.FromString(self.counts.SerializeToString()),
+            ),
             on_session_closed=self._on_closed,
-            gpu=lambda: self.gpu,
-            links=lambda: self.links,
-            counts=lambda: worker_pb2.WorkerCounts.FromString(self.counts.SerializeToString()),
             limits=limits,
         )
 

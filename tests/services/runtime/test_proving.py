@@ -12,7 +12,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import rpc
 from services.runtime.errors import NotProven
 from services.runtime.membership import Member
-from worker.sessions import SessionLimits, SessionServer
+from worker.sessions import Reports, SessionLimits, SessionServer
 
 METHOD = "/tandem.v1.DecodeWorker/Session"
 INCARNATION, ANOTHER = "a" * 32, "b" * 32
@@ -30,7 +30,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.sessions = SessionServer(
             incarnation=INCARNATION,
             handlers={},
-            load=worker_pb2.WorkerLoad,
+            reports=Reports(worker_pb2.WorkerLoad),
             on_session_closed=lambda _: None,
             limits=SessionLimits(max_sessions=max_sessions),
         )
