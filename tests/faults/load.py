@@ -210,8 +210,9 @@ class Reference:
     outcomes: dict[int, tuple[Any, ...]]
     prefill_s: dict[int, float]
     """By spec: time to the first token when nothing else runs."""
-    loaded_ttft_s: dict[int, float]
-    """By spec: time to the first token beside the other streams."""
+    loaded_wait_s: float
+    """Median over the streams of what a first token takes longer beside the other streams. One number for all specs:
+    each of them ran once or twice, and where it stood in the queues then says more of chance than of its prompt."""
     step_s: float
     """Median over the streams of the mean time per later token, beside the other streams."""
 
@@ -320,12 +321,7 @@ async def undisturbed(clients: Clients, specs: Sequence[Spec], *, width: int = 1
     return Reference(
         outcomes=outcomes,
         prefill_s=alone,
-        loaded_ttft_s={
-            spec.number: statistics.median(
-                [run.answer.ttft_s for run in steady if run.spec.number == spec.number] or [alone[spec.number]]
-            )
-            for spec in specs
-        },
+        loaded_wait_s=statistics.median(run.answer.ttft_s - alone[run.spec.number] for run in steady),
         step_s=statistics.median(tpot_of(run.answer) for run in steady),
     )
 
@@ -346,8 +342,8 @@ def gaps_of(answer: Answer) -> list[float]:
     return gaps
 
 
-def gap_around(answer: Answer, at: float) -> float | None:
-    """Seconds of the largest gap in which, or after which, `at` lies; None: it had ended by then.
+def gap_around(answer: Answer, at: float, until: float) -> float | None:
+    """Seconds of the largest gap that has `at` in it or begins between `at` and `until`; None: it had ended by then.
 
     A choice that had no token yet is measured from `at`.
     """
@@ -358,6 +354,6 @@ def gap_around(answer: Answer, at: float) -> float | None:
         after = [time_s for time_s in times if time_s > at]
         if after:
             points = [before[-1] if before else at, *after]
-            window = [b - a for a, b in itertools.pairwise(points) if a < at + 5.0]
+            window = [b - a for a, b in itertools.pairwise(points) if a <= max(at, until)]
             largest = max([largest or 0.0, *window])
     return largest

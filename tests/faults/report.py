@@ -19,9 +19,9 @@ class Row:
     different: int = 0
     gaps_s: list[float] = field(default_factory=list)
     within: list[bool] = field(default_factory=list)
-    """Gap at most 150 ms + 1.5 x prefill + 2 steps; the prefill beside the other streams."""
+    """Gap at most 150 ms + 1.5 x (prefill + what a first token waits beside the other streams) + 2 steps."""
     within_alone: list[bool] = field(default_factory=list)
-    """Gap at most as above, with the prefill of an idle cluster."""
+    """Gap at most as above, without that wait."""
     leaks: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What else must not be."""

@@ -10,8 +10,9 @@ import pytest
 
 from tests.faults import cases
 from tests.faults.cases import EVERY_PROMPT_IS_HANDED_OVER, Options, corrupting_plans, judge_corruption
+from tests.faults.client import Answer
 from tests.faults.harness import FaultCluster
-from tests.faults.load import Reference, Spec, make_specs
+from tests.faults.load import Reference, Spec, gap_around, make_specs
 from tests.faults.report import table
 
 SEED = 11
@@ -61,3 +62,15 @@ async def test_cancelled_requests_leave_nothing_behind(short: Short) -> None:
     row = await cases.cancel_some(short.cluster, short.options, 100)
     assert row.figures["phases"].get("decoding"), "no cancel found its request running"
     assert row.is_good, table([row])
+
+
+def test_gaps_count_that_begin_before_all_have_a_token_again() -> None:
+    answer = Answer()
+    for choice, time_s in ((0, 1.0), (0, 2.5), (0, 2.6), (0, 4.0), (1, 2.2)):
+        answer.choice(choice)
+        answer.arrivals.append((time_s, choice, 1))
+    assert gap_around(answer, 2.0, 2.5) == pytest.approx(1.5), "the one in which the fault lies"
+    assert gap_around(answer, 2.55, 2.55) == pytest.approx(0.1), "not what comes when all are well again"
+    assert gap_around(answer, 2.55, 2.6) == pytest.approx(1.4)
+    assert gap_around(answer, 0.5, 0.6) == pytest.approx(1.7), "the choice that had none yet is measured from the fault"
+    assert gap_around(answer, 4.0, 5.0) is None
