@@ -396,11 +396,8 @@ class Gateway:
             self.requests.end_all(leaving)
             await self.requests.wait_until_idle(timeout_s=ANSWER_S)
         await self._feed.close()
-        await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
-        if self._admin is not None:
-            await self._admin.stop(1.0)
-        if self._socket is not None:
-            await self._socket.stop(1.0)
+        servers = (self._http, self._admin, self._socket)
+        await asyncio.gather(self._grpc.stop(1.0), *(server.stop(1.0) for server in servers if server is not None))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

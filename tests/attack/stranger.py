@@ -19,6 +19,7 @@ import grpc
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
@@ -133,7 +134,7 @@ class Stranger:
             return "is leaving"
 
     async def _send_noise(self, request_id: str) -> None:
-        links = SendLinks(identity=self._identity, pool=self._pool, generations=PageAllocator(self._pool.num_pages))
+        links = SendLinks(LinkSetup(self._identity, self._pool, PageAllocator(self._pool.num_pages)))
         try:
             transfer = await links.reserve(
                 self.decode["address"],

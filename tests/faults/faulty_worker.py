@@ -22,6 +22,7 @@ from typing import Any
 from kv_transfer import receiving, sending
 from kv_transfer import send_thread as posting
 from kv_transfer import wire as link
+from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.messages import ChunkHeader, Hello, Message, Seal, TransferId
@@ -278,9 +279,8 @@ def _watch() -> None:
     Counters.count = count_and_tell  # type: ignore[method-assign]
     begin = receiving.LinkReceiver.__init__
 
-    def init(self: receiving.LinkReceiver, **arguments: Any) -> None:
-        arguments["target"] = _ToldTarget(arguments["target"])
-        begin(self, **arguments)
+    def init(self: receiving.LinkReceiver, setup: LinkSetup, target: Any, **more: Any) -> None:
+        begin(self, setup, _ToldTarget(target), **more)
 
     receiving.LinkReceiver.__init__ = init  # type: ignore[method-assign]
 

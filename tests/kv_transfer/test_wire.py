@@ -166,7 +166,7 @@ async def test_a_hello_that_is_never_followed_by_a_channel_ends(make_pair: PairM
     from kv_transfer.protocol.timing import Timeouts
 
     pair = await make_pair("shm", timeouts=Timeouts(connect_s=0.3))
-    layout = pair.links._layout
+    layout = pair.links._setup.layout
     hello = Hello("prefill-9", "9" * 32, pair.incarnation, layout, ("shm",), "here")
     answers = await _converse(pair, [to_wire(hello)])
     assert [answer.WhichOneof("message") for answer in answers] == ["hello_ack"]

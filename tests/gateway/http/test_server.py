@@ -8,6 +8,7 @@ import pytest
 
 from gateway.http.server import HttpServer
 from services.runtime.errors import ConfigError
+from tests.stopwatch import Stopwatch
 
 
 async def hello(scope, receive, send):
@@ -24,7 +25,12 @@ async def test_it_says_which_free_port_it_has_and_gives_it_back():
     server = HttpServer(hello)
     port = await server.start("127.0.0.1", 0)
     assert await get(port) == "hello"
+    async with asyncio.timeout(10):
+        while server.connections.num_open:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+    stopwatch = Stopwatch()
     await server.stop(1.0)
+    assert stopwatch.elapsed_s() < 0.08, "nobody is connected"
     with pytest.raises(httpx.ConnectError):
         await get(port)
 
