@@ -6,8 +6,8 @@ PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
 # What has this before it is the same on every machine: `make test-gpu` and `make bench-gpu` are for a GPU.
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-# Test processes at a time. Most tests wait for sockets and processes more than they compute.
-TEST_WORKERS ?= 2
+# Test processes at a time. Most tests wait for sockets and processes more than they compute: four keep two cores busy.
+TEST_WORKERS ?= 4
 BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
 # What needs vLLM, or is about it.
 VLLM_TESTS ?= tests/worker/vllm tests/vllm
@@ -47,10 +47,10 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
-	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
+	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
-	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu and not deploy" $(ARGS)
+	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not deploy" $(ARGS)
 
 compat: install-dev ## other people's clients and suites against one `tandem up`, and the proxies of docs/proxies.md; needs npm, nginx, haproxy and caddy (ARGS: names and flags; --help lists them)
 	@$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/compat
@@ -109,7 +109,7 @@ test-gpu: install-dev ## the tests that need a CUDA device
 
 test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags of pytest)
 	@.venv-vllm/bin/python -c "import vllm"
-	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
+	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
 
 .PHONY: test-vllm-gpu
 test-vllm-gpu: install-vllm ## the tests of vLLM on a GPU, in .venv-vllm (ARGS: flags of pytest)

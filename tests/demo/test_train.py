@@ -1,5 +1,6 @@
 import argparse
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,6 +9,15 @@ from demo import train
 from demo.train import ASSISTANT, BOS, END, USER, Batches, Lessons, Llama, Shape, Text
 
 SMALL = Shape(32, 2, 2, 1, 48, 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other spin, and other tests want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """Plans: simulated, they keep their targets; with a worker less of a role, they do not."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 
 from planning.planner import page
 from planning.planner.question import CATALOGUE, LatencyTargets, kinds_for
-from planning.planner.search import answer, outcome
+from planning.planner.search import Answer, answer, outcome
 from planning.simulator.laws import LinearLaw
 from planning.simulator.profiles import Profile, profiles
 from services.runtime.errors import ConfigError
@@ -19,10 +20,16 @@ SLOW_STEP = DecodeSpeed(0.0195, 1e-4, 1e-8)
 """A step that misses the target by a hair, of one sequence that is alone."""
 
 
+@functools.cache
+def answered(rate_per_s: float) -> Answer:
+    """The answer to the small question at a rate; several tests look at it."""
+    return answer(question(rate_per_s=rate_per_s, targets=TARGETS))
+
+
 @pytest.mark.parametrize("rate_per_s", [8.0, 40.0])
 def test_a_plan_keeps_its_targets_with_other_arrivals_too_and_is_no_larger_than_it_must_be(rate_per_s: float) -> None:
     asked = question(rate_per_s=rate_per_s, targets=TARGETS)
-    found = answer(asked).best
+    found = answered(rate_per_s).best
     assert found is not None
     for seed in asked.seeds:
         assert outcome(asked, found.shape, seed=seed).missed(TARGETS) == []
@@ -66,9 +73,8 @@ def test_what_is_impossible_is_said_and_the_nearest_target_is_possible() -> None
 
 
 def test_more_load_breaks_what_is_just_enough_and_the_report_says_so() -> None:
-    asked = question(rate_per_s=40.0, targets=TARGETS)
-    found = answer(asked)
-    facts = page.facts(asked, found)
+    found = answered(40.0)
+    facts = page.facts(question(rate_per_s=40.0, targets=TARGETS), found)
     assert facts["separate"]["growth"]["2.0"], "twice the load is too much"
     assert "2.0 x misses" in page.text(facts)
     report = page.page(facts)

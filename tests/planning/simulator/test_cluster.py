@@ -17,6 +17,7 @@ from planning.simulator.traces import TraceRequest
 from services.scheduling.overload import Targets as Limits
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing.policies import POLICY_NAMES
+from tests.examples import examples
 from tests.planning.simulator.small import DECODE, PREFILL, cluster_spec, trace_of, worker_spec
 
 TARGETS = Targets(1.0, 0.1)
@@ -43,7 +44,7 @@ def some_requests(seed: int, num_requests: int, rate_per_s: float, *, with_block
     return requests
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_prefill=st.integers(0, 3),
@@ -171,7 +172,7 @@ def test_a_slow_link_carries_one_byte_after_the_other() -> None:
     assert second == pytest.approx(first_chunk_s + 1500 * 1000 / 1e6 + 0.25, rel=0.01)  # within a decode step
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("load", [*(pytest.param(load, marks=pytest.mark.slow) for load in (0.3, 0.5)), 0.7])
 def test_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     """Poisson arrivals, equal prompts, one at a time.
 
