@@ -29,6 +29,7 @@ from kv_transfer.protocol.messages import ChunkHeader, Hello, Message, Seal, Tra
 from services.engine import runner
 from services.engine.cache import pages
 from services.engine.steps.step import StepPlan
+from worker.vllm import blocks, loading
 
 FRAME_KINDS = ("payload_bit", "digest_bit", "short_frame", "long_frame", "skipped_seq", "replayed_frame", "lost_frame")
 MESSAGE_KINDS = ("outside_reservation", "wrong_bytes", "seal_digest", "seal_counts")
@@ -59,7 +60,7 @@ LINK_ENDS = frozenset({str(Reason.LINK_LOST), str(Reason.CHANNEL_BROKEN), str(Re
 """The Link was given up for another injection before this one was looked at."""
 
 
-_allocators: list[pages.PageAllocator] = []
+_allocators: list[pages.PageAllocator | blocks.BlockGenerations] = []
 
 
 def observe() -> None:
@@ -260,13 +261,19 @@ def _bump_generation(chunk: PostChunk) -> None:
 
 
 def _remember_allocators() -> None:
-    begin = pages.PageAllocator.__init__
+    """Notes the allocator of either engine when it is made."""
+    _remember_instances(pages.PageAllocator)
+    _remember_instances(blocks.BlockGenerations)
 
-    def init(self: pages.PageAllocator, *arguments: Any, **more: Any) -> None:
+
+def _remember_instances(allocator: type[pages.PageAllocator] | type[blocks.BlockGenerations]) -> None:
+    begin = allocator.__init__
+
+    def init(self: Any, *arguments: Any, **more: Any) -> None:
         begin(self, *arguments, **more)
         _allocators.append(self)
 
-    pages.PageAllocator.__init__ = init  # type: ignore[method-assign]
+    allocator.__init__ = init  # type: ignore[assignment, method-assign]
 
 
 def _watch() -> None:
@@ -300,16 +307,33 @@ class _ToldTarget:
 
 
 def _install_poison(token_id: int) -> None:
-    """Dies as a kernel with a bug would, when the model is given a prompt that begins with this token."""
+    """Dies as a kernel with a bug would, when a prompt that begins with this token is computed, by either engine."""
     prepare = runner.ModelRunner.prepare
+    begin = loading.VllmModel.__init__
 
     def prepare_or_die(self: runner.ModelRunner, plan: StepPlan) -> runner.PreparedStep:
         if any(item.sequence.token_ids[0] == token_id for item in plan.items):
-            say("poisoned")
-            os.kill(os.getpid(), signal.SIGSEGV)
+            _die_poisoned()
         return prepare(self, plan)
 
+    def init(self: loading.VllmModel, settings: loading.VllmSettings, core: Any) -> None:
+        begin(self, settings, core)
+        execute = core.model_executor.execute_model
+
+        def execute_or_die(scheduled: Any, **more: Any) -> Any:
+            if any(request.prompt_token_ids[0] == token_id for request in scheduled.scheduled_new_reqs):
+                _die_poisoned()
+            return execute(scheduled, **more)
+
+        core.model_executor.execute_model = execute_or_die
+
     runner.ModelRunner.prepare = prepare_or_die  # type: ignore[method-assign]
+    loading.VllmModel.__init__ = init  # type: ignore[method-assign]
+
+
+def _die_poisoned() -> None:
+    say("poisoned")
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def _name_of(task: asyncio.Task[Any]) -> str:

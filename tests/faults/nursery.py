@@ -1,7 +1,7 @@
 """Starts the cluster's programs in a tenth of a second: a process that has imported them and forks on demand.
 
-A replacement for a killed worker must be there before the next trial, and importing torch takes seconds. What runs in
-the child is the program's own `main`, with the arguments of its command line. A plan (see `faulty_worker`) adds
+A replacement for a killed worker must be there before the next trial, and importing torch or vLLM takes seconds. What
+runs in the child is the program's own `main`, with the arguments of its command line. A plan (see `faulty_worker`) adds
 faults. Commands come as JSON lines on stdin: {"program", "arguments", "log", "plan", "netns", "clock_ahead_s"}; the
 answer is {"pid"}. A network namespace is a name or the path of its file. The children end with this process, and this
 process with the one that started it.
@@ -21,6 +21,7 @@ import types
 from typing import Any
 
 from services.runtime import clock, process
+from worker.vllm import loading
 
 PROGRAMS = ("gateway", "prefill_worker", "decode_worker")
 _CLONE_NEWNET = 0x40000000
@@ -31,6 +32,8 @@ def main() -> None:
     for program in PROGRAMS:
         importlib.import_module(f"{program}.__main__")
     importlib.import_module("tests.faults.faulty_worker")
+    if os.environ.get("TANDEM_ENGINE") == "vllm":
+        loading.import_vllm()
     _say({"ready": True})
     buffer = b""
     while True:

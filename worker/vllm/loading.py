@@ -1,10 +1,11 @@
 """Loads a checkpoint with vLLM, and makes the engine of either worker from it.
 
-Settings that vLLM reads from the environment when it is imported are set here first, so nothing else imports it before.
+Settings that vLLM reads from the environment when it is imported are set by `import_vllm`, so nothing else imports it.
 """
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -162,6 +163,19 @@ class VllmModel:
         self._core.shutdown()
 
 
+def import_vllm() -> None:
+    """Imports vLLM with the settings that it reads from the environment then. Takes seconds, and no memory of a model.
+
+    Raises ConfigError where it is not installed, or in another version.
+    """
+    own_version()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
+    for name in ("vllm.v1.engine.core", "worker.vllm.ranks", "worker.vllm.running", "worker.vllm.sampling"):
+        importlib.import_module(name)
+
+
 def load_vllm(settings: VllmSettings) -> VllmModel:
     """Loads a checkpoint folder; once in a process, where vLLM has one connector.
 
@@ -169,10 +183,7 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
         ConfigError: vLLM is not installed, or a setting is not for it.
         ModelError: the folder cannot be served by vLLM, or not with prefill and decode apart.
     """
-    own_version()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
+    import_vllm()
     if settings.threads is not None or settings.tensor_parallel > 1:
         set_num_threads(max(1, (settings.threads or torch.get_num_threads()) // settings.tensor_parallel))
     from vllm.engine.arg_utils import EngineArgs
