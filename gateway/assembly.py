@@ -22,6 +22,7 @@ from gateway.edge.pages import ClusterPage, OperatorPages
 from gateway.forms.answer_forms import AnswerForms
 from gateway.http.bodies import Bodies
 from gateway.http.browsers import BrowserGuard, Hosts
+from gateway.http.client_addresses import ClientAddresses, TrustedProxies
 from gateway.http.connections import MAX_CONNECTIONS
 from gateway.http.exchange import App, StreamPace
 from gateway.http.metrics import HttpUse
@@ -312,6 +313,8 @@ class Gateway:
         config = self._config
         # A browser that was led here by another name does not take the certificate for that name's.
         given = config.allowed_hosts or (None if config.tls is None else "*")
+        if config.trusted_proxies is not None:
+            app = ClientAddresses(app, TrustedProxies(config.trusted_proxies))
         return BrowserGuard(
             app,
             Hosts(given, bound_to=bound_to),

@@ -21,6 +21,7 @@ from services.runtime.kinds import (
     flag,
     host_name,
     integer,
+    networks,
     number,
     path,
     redis_url,
@@ -298,6 +299,12 @@ class GatewayConfig:
         text(pattern=ORIGINS, rule=ORIGINS_RULE),
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
+    )
+    trusted_proxies: str | None = option(
+        networks(),
+        default=None,
+        help="Proxies before the gateway, whose X-Forwarded-For is believed. Where it is given, the log of requests "
+        "over HTTP has each client's address: its own, or behind such proxies the one that they tell.",
     )
     stream_head_s: float = option(
         number(0, 3600),

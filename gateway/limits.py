@@ -158,7 +158,7 @@ def check_with_form(
         if getattr(asked, name):
             what = "strict tools" if may_be_text else f"this {field_name}"
             raise InvalidRequest(
-                f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",
+                f"{prefix}{name} cannot be used with {what}: the answer ends where its form does",
                 field=prefix + name,
                 code="unsupported_parameter",
             )

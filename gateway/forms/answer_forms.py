@@ -7,10 +7,12 @@ from gateway.limits import check_with_form
 from gateway.models.catalog import ServedModel
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.requests.call import Call
+from services.runtime.bounds import invalid_value
 from services.runtime.errors import InvalidRequest
 from services.structured.compiler import FormChecks
 from services.structured.form import AnswerForm, Reasoning, ToolCalls
 from services.structured.grammar import UnusableSchema
+from services.structured.grammar_text import TOKENS, largest_token_in
 
 
 class AnswerForms:
@@ -40,6 +42,10 @@ class AnswerForms:
 
     async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
         """Raises InvalidRequest unless answers of this model can be made to have the form."""
+        if form.json_schema.startswith(TOKENS):
+            num_tokens = model.limits.vocab_size
+            if (largest := largest_token_in(form.json_schema)) >= num_tokens:
+                raise invalid_value(call.sampling.form_field, largest, f"token ids in [0, {num_tokens})")
         asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else call.sampling.form_field
         check_with_form(
             call.sampling,
@@ -98,7 +104,8 @@ def answer_form(
     if not schema and calls is None:
         return None
     # The other API shows an answer as it is.
-    thinks = call.messages is not None and tokenizer.has_reasoning
+    # Where tokens are listed, thoughts have no others either.
+    thinks = call.messages is not None and tokenizer.has_reasoning and not schema.startswith(TOKENS)
     return AnswerForm(schema, calls, _reasoning(tokenizer, prompt_token_ids) if thinks else Reasoning.NONE)
 
 

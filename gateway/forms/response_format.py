@@ -15,9 +15,10 @@ from gateway.forms.structural_tag import grammar_of
 from gateway.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_text
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar import ANY_OBJECT
-from services.structured.grammar_text import CHOICES, GRAMMAR, REGEX
+from services.structured.grammar_text import CHOICES, GRAMMAR, REGEX, tokens_form
 
 FIELD = "response_format"
+MAX_ALLOWED_TOKENS = 2**18
 
 _TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "structural_tag")
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -54,17 +55,19 @@ def json_schema_of(response_format: Any) -> str:
 
 
 def form_in(members: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the answer's form and the one of these members that asks for it; empty texts where none does.
+    """Returns the answer's form and the first of these members that asks for it; empty texts where none does.
 
-    Raises InvalidRequest that names the member, also where two of them ask.
+    Two members may ask for the same form, as clients do that serve older and newer servers. Raises InvalidRequest that
+    names the member, also where two ask for different forms.
     """
     asked = [(name, text) for name, value in members.items() if value is not None and (text := _read(name, value))]
-    if len(asked) > 1:
-        raise InvalidRequest(
-            f"{asked[0][0]} and {asked[1][0]} both ask for a form of the answer; it can have one",
-            field=asked[1][0],
-            code="invalid_value",
-        )
+    for name, text in asked[1:]:
+        if text != asked[0][1]:
+            raise InvalidRequest(
+                f"{asked[0][0]} and {name} both ask for a form of the answer; it can have one",
+                field=name,
+                code="invalid_value",
+            )
     return (asked[0][1], asked[0][0]) if asked else ("", FIELD)
 
 
@@ -77,6 +80,8 @@ def _read(name: str, value: Any) -> str:
         return _structural_tag(value, name)
     if name in ("json_schema", "guided_json"):
         return _schema(value, name)
+    if name == "allowed_token_ids":
+        return _tokens(value, name)
     if name == "guided_choice":
         return _choices(value, name)
     return (_regex if name in ("regex", "guided_regex") else _grammar)(value, name)
@@ -108,6 +113,16 @@ def _choices(value: Any, name: str) -> str:
     if not isinstance(value, list):
         raise _wrong(name, "a list of texts")
     return _bounded(CHOICES + json.dumps(value), name)
+
+
+def _tokens(value: Any, name: str) -> str:
+    if (
+        not isinstance(value, list)
+        or not 0 < len(value) <= MAX_ALLOWED_TOKENS
+        or any(type(one) is not int or one < 0 for one in value)
+    ):
+        raise _wrong(name, f"a list of 1 to {MAX_ALLOWED_TOKENS} token ids")
+    return _bounded(tokens_form(value), name)
 
 
 def _regex(value: Any, name: str) -> str:

@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
@@ -115,6 +116,10 @@ class AnswerTrace:
             self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
             self.code, self.overload = code_of(error), overload_of(error)
         self._opened.ended.append(self)
+
+
+CLIENT_ADDRESS: ContextVar[str] = ContextVar("client_address", default="")
+"""The address of the client whose request runs in this context, where the gateway is told to look for it."""
 
 
 class CallFacts(NamedTuple):
@@ -404,6 +409,8 @@ def _fields(row: Row, *, is_named: bool) -> dict[str, Any]:
     for name in ("trace_id", "fallback"):
         if said := getattr(row, name):
             fields[name] = said
+    if address := CLIENT_ADDRESS.get():
+        fields["client"] = address
     fields |= {
         "outcome": row.outcome,
         "code": row.code,

@@ -4,8 +4,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from gateway.forms.response_format import form_in
-from gateway.openai.shapes import STRUCTURED_OUTPUTS, StopTexts, list_of, said, synonym
+from gateway.forms.response_format import MAX_ALLOWED_TOKENS, form_in
+from gateway.openai.shapes import STRUCTURED_OUTPUTS, TOKEN_ID, StopTexts, list_of, said, synonym
 from gateway.types import AskedSampling
 from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import SamplingMembers, check_parameter
@@ -61,6 +61,16 @@ class Synonyms(SamplingMembers, kw_only=True):
         said("The answer is one of these texts.", **list_of({"type": "string", "minLength": 1}, MAX_CHOICES)),
     ] = None
     guided_grammar: Annotated[str | None, said("vLLM's older name of `grammar`.")] = None
+    allowed_token_ids: Annotated[
+        list[Any] | None,
+        said(
+            "The answer has no tokens but these. It ends where the model ends it, if one of its ends is among them, "
+            "else at `max_tokens` or a stop text.",
+            items=TOKEN_ID,
+            minItems=1,
+            maxItems=MAX_ALLOWED_TOKENS,
+        ),
+    ] = None
 
 
 _MAX_TOKENS_WORDS = ("max_new_tokens", "n_predict", "num_predict", "max_tokens_to_sample")
@@ -68,7 +78,7 @@ _NO_BOUND: Mapping[str, tuple[int, ...]] = {"n_predict": (-1, -2), "num_predict"
 """The values with which llama.cpp and Ollama ask for as many tokens as fit."""
 _FORM_WORDS = (
     *("response_format", "regex", "ebnf", "grammar", "json_schema", "structured_outputs", "structural_tag"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids"),
 )
 
 _others_words = operator.attrgetter(*_MAX_TOKENS_WORDS, "min_new_tokens", "repeat_penalty", "stop_sequences")

@@ -35,7 +35,7 @@ class Harmless:
 
 Word = Refused | Harmless
 
-_NO_TOKENS = "tokens cannot be named by their text or be left out; use logit_bias"
+_NO_TOKENS = "tokens cannot be named by their text; use logit_bias or allowed_token_ids"
 _NO_SAMPLER = "this server has no such sampler; use temperature, top_k, top_p or min_p"
 _NO_LORA = "adapters are not chosen by requests; name a model of /v1/models"
 _NO_THINKING = "use reasoning_effort, or enable_thinking in chat_template_kwargs, where the model's template knows them"
@@ -68,7 +68,6 @@ _BODY: Mapping[str, Word] = {
     # vLLM's
     "add_generation_prompt": Refused("use /v1/chat/completions", (True,)),
     "add_special_tokens": Refused("send token ids as prompt", (True,)),
-    "allowed_token_ids": Refused(_NO_TOKENS),
     "bad_words": Refused(_NO_TOKENS, ([],)),
     "chat_template": Refused("the model's own template is used; use /v1/completions with a prompt of your own"),
     "chat_template_kwargs": Refused("use /v1/chat/completions", ({},)),

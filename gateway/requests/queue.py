@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Set
 from types import TracebackType
 
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError
+from services.runtime.errors import DeadlineExceeded, DeadlineTooShort, Overloaded, TandemError
 from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
@@ -381,4 +381,6 @@ def _refused(verdict: Refuse) -> Overloaded:
     what = f"the cluster is full: {verdict.reason}"
     if verdict.kind == "deadline":
         what = f"the deadline cannot be met: {verdict.reason}"
+    if verdict.is_final:
+        return DeadlineTooShort(what, reason=verdict.kind)
     return Overloaded(what, retry_after_s=verdict.retry_after_s, reason=verdict.kind)

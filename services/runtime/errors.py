@@ -61,6 +61,10 @@ class Overloaded(TandemError):
         self.reason = reason
 
 
+class DeadlineTooShort(Overloaded):
+    """The request would end after its deadline, however little the cluster has to do: a retry is in vain."""
+
+
 class NoFreePages(Overloaded):
     """The page pool of a worker cannot hold the request now."""
 

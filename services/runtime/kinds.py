@@ -1,6 +1,7 @@
 """The kinds of values that settings have: how each one's text is read, and the rule that it keeps."""
 
 import dataclasses
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -168,6 +169,17 @@ def counts(*names: str) -> Kind[Mapping[str, int]]:
 
     rule = f"one or more of {', '.join(f'{name}=COUNT' for name in names)}, separated by commas"
     return Kind(parse, rule, metavar="NAME=COUNT,…")
+
+
+def networks() -> Kind[str]:
+    """Addresses and networks of IP with commas between them."""
+
+    def parse(value: str) -> str:
+        for one in value.split(","):
+            ipaddress.ip_network(one.strip(), strict=False)
+        return value
+
+    return Kind(parse, "addresses or networks such as 10.0.0.0/8 with commas between them", metavar="NETWORKS")
 
 
 def folder() -> Kind[Path]:

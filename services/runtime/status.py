@@ -153,6 +153,13 @@ TABLE: dict[type[BaseException], StatusRow] = {
         worker_pb2.ERROR_CODE_TRANSFER_STALLED,
         is_retryable=True,
     ),
+    errors.DeadlineTooShort: StatusRow(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        504,
+        "timeout_error",
+        "deadline_exceeded",
+        worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
+    ),
     errors.DeadlineExceeded: StatusRow(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         504,

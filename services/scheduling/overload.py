@@ -99,6 +99,8 @@ class Refuse:
     reason: str
     retry_after_s: float
     kind: Literal["deadline", "ttft", "itl", "pages", "queue"]
+    is_final: bool = False
+    """Whether the same request would be refused by an idle cluster too, so that a retry is in vain."""
 
 
 Verdict = Admit | Refuse
@@ -233,7 +235,8 @@ class OverloadPolicy:
         wait_s = delay_s + load.prefill_queue_s
         if now_s + wait_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
             reason = f"it would end after its deadline: {_said(wait_s)} in queues, then {_said(entry.service_s)}"
-            return Refuse(reason, _retry_after_s(wait_s, jitter), "deadline")
+            is_final = now_s + max(load.prefill_s, entry.service_s) > entry.deadline_s
+            return Refuse(reason, _retry_after_s(wait_s, jitter), "deadline", is_final)
         settings, one = self._settings, entry.service_class
         if targets.ttft_s is not None and one in settings.ttft_share:
             limit_s = targets.ttft_s * settings.ttft_share[one]

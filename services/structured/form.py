@@ -51,7 +51,8 @@ class ToolCalls:
 class AnswerForm:
     """JSON that keeps to `json_schema`, or calls; where both are set either of them, and at least one is.
 
-    The schema is JSON text, or a grammar that `services.structured.grammar_text` wrote, which no JSON begins as. Equal
+    The schema is JSON text, or a grammar or list of tokens that `services.structured.grammar_text` wrote, which no JSON
+    begins as. Equal
     forms are equal values on all machines, so a form is the key of what is made of it.
     """
 

@@ -18,6 +18,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer
 from services.runtime.errors import InvalidRequest, ModelError
 from services.structured.cost import may_force_long_texts, too_complex
 from services.structured.form import AnswerForm
-from services.structured.grammar_text import MARK
+from services.structured.grammar_text import MARK, TOKENS
 from services.structured.keywords import first_mistake
 from services.structured.lark import lark_of, marks_of
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 ANY_OBJECT = '{"type":"object"}'
 """The schema of JSON mode."""
 
-FORM_VERSION = 1
+FORM_VERSION = 2
 """Raise it when the same form becomes another grammar."""
 MAX_REASON_CHARS = 300
 MAX_CACHED_GRAMMARS = 32
@@ -110,6 +111,11 @@ def check_form(form: AnswerForm) -> None:
     reason = too_complex(decoded)
     if reason is not None:
         raise TooComplex(reason)
+    if form.json_schema.startswith(TOKENS):
+        # Bytes instead of tokens would say nothing of it; the rest of a form, if it has one, stands by itself.
+        if form.tool_calls is None:
+            return
+        form = replace(form, json_schema="")
     grammars = [form.json_schema] if _is_grammar(form) else []
     for part in dict.fromkeys((form, *map(AnswerForm, schemas + grammars))):
         _compiled(_byte_tokenizer(), part, {})
@@ -123,8 +129,8 @@ def schemas_of(form: AnswerForm) -> list[str]:
 
 
 def _is_grammar(form: AnswerForm) -> bool:
-    """Whether what stands in place of the schema is a grammar."""
-    return form.json_schema.startswith(MARK)
+    """Whether what stands in place of the schema is a grammar, or a list of tokens."""
+    return form.json_schema.startswith((MARK, TOKENS))
 
 
 class GrammarState:
@@ -216,7 +222,7 @@ class Grammars:
     def _compile(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> tuple[LLMatcher, bytes]:
         tokenizer = self._tokenizer(eos_token_ids)
         token_ids = {text: self._added_token_ids[text] for text in marks_of(form) if text in self._added_token_ids}
-        return _compiled(tokenizer, form, token_ids)
+        return _compiled(tokenizer, form, token_ids, eos_token_ids=eos_token_ids)
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
         """Makes it once, which takes a second for a large vocabulary; other callers wait for it."""
@@ -274,7 +280,13 @@ def _with_unwritable_specials(tokenizer_json: str) -> str:
     return json.dumps(document)
 
 
-def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[str, int]) -> tuple[LLMatcher, bytes]:
+def _compiled(
+    tokenizer: LLTokenizer,
+    form: AnswerForm,
+    mark_token_ids: Mapping[str, int],
+    *,
+    eos_token_ids: Sequence[int] = (),
+) -> tuple[LLMatcher, bytes]:
     """Returns a matcher at the start of its grammar, and a bit for each token: whether it may be the first."""
     from llguidance import LLMatcher
 
@@ -283,7 +295,13 @@ def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[
         if form == AnswerForm(form.json_schema) and is_forced:
             grammar = LLMatcher.grammar_from_json_schema(form.json_schema, overrides=_OPTIONS)
         else:
-            lark = lark_of(form, mark_token_ids=mark_token_ids, options=_OPTIONS, is_forced=is_forced)
+            lark = lark_of(
+                form,
+                mark_token_ids=mark_token_ids,
+                options=_OPTIONS,
+                eos_token_ids=eos_token_ids,
+                is_forced=is_forced,
+            )
             grammar = LLMatcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
         raise UnusableSchema(_NO_OBJECT) from error

@@ -7,15 +7,18 @@ no JSON begins with: a worker that knows schemas only refuses it. Pure: texts in
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import MAX_TOKENS_EVER
 from services.structured.cost import too_complex
 from services.structured.keywords import first_mistake
 
 MARK = "%lark\n"
 """The first line of a grammar where a schema could stand."""
+TOKENS = "%tokens\n"
+"""The first line of a list of token ids, ascending, as in `3,7-9`: the answer has no others."""
 REGEX, CHOICES, GRAMMAR = "%regex\n", "%choices\n", "%grammar\n"
 """First lines of what clients wrote, until it is a grammar."""
 MAX_CHOICES = 2000
@@ -37,6 +40,14 @@ _TOKEN = re.compile(
     |(?P<mark>->|\.\.|[][():|*+?{},=.~&!@])""",
     re.VERBOSE,
 )
+_RANGE = re.compile("([0-9]{1,10})(?:-([0-9]{1,10}))?")
+_RANGES = re.compile(f"{_RANGE.pattern}(?:,{_RANGE.pattern})*")
+_JSON_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "whitespace_flexible": (False, True),
+    "item_separator": (",", ", "),
+    "key_separator": (":", ": "),
+}
+"""What a grammar may ask of the compiler of the schemas in it, as programs do that read the answer by the grammar."""
 _ATTRIBUTES = frozenset({"capture", "lazy", "max_tokens", "stop", "suffix"})
 _UNICODE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _DECODER = json.JSONDecoder()
@@ -80,6 +91,40 @@ def lark_of_grammar(text: str) -> str:
     if "::=" in text:
         text = _lark_of_ebnf(text)
     return MARK + "".join(_Reader(text).parts())
+
+
+def tokens_form(token_ids: Iterable[int]) -> str:
+    """The text that allows these tokens only."""
+    ranges: list[list[int]] = []
+    for token_id in sorted(set(token_ids)):
+        if ranges and token_id == ranges[-1][1] + 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return TOKENS + ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)
+
+
+def largest_token_in(form_text: str) -> int:
+    """The largest token id in a text that begins with `TOKENS`."""
+    return max(map(int, re.findall("[0-9]+", form_text)))
+
+
+def rule_of_tokens(form_text: str, eos_token_ids: Collection[int]) -> str:
+    """The rule of an answer of the tokens in a text that begins with `TOKENS`.
+
+    It ends where the model ends it, if one of its ends is among them, else never. Raises InvalidRequest.
+    """
+    if _RANGES.fullmatch(text := form_text.removeprefix(TOKENS)) is None:
+        raise _invalid("it is no list of token ids")
+    ends = sorted(eos_token_ids)
+    ranges = [(int(first), int(last or first)) for first, last in _RANGE.findall(text)]
+    may_end = any(first <= end <= last for first, last in ranges for end in ends)
+    for end in ends:
+        ranges = [part for first, last in ranges for part in ((first, min(last, end - 1)), (max(first, end + 1), last))]
+        ranges = [(first, last) for first, last in ranges if first <= last]
+    listed = ",".join(f"{first}-{last}" for first, last in dict.fromkeys(ranges))
+    token = f"<[{listed}]>" if listed else '""'
+    return token + ("*" if may_end and listed else "" if may_end else f"{{{MAX_TOKENS_EVER}}}")
 
 
 def rules_in(form_text: str, options: Mapping[str, Any]) -> str:
@@ -221,7 +266,8 @@ class _Reader:
             schema = json.loads(self._tokens[after][1])
             if not isinstance(schema, dict):
                 raise _invalid("%json needs a schema that is an object")
-            self._tokens[after] = ("json", _schema_text({**schema, "x-guidance": self._options}))
+            asked = _json_options(schema.get("x-guidance"))
+            self._tokens[after] = ("json", _schema_text({**schema, "x-guidance": {**self._options, **asked}}))
             return position, word
         if word == "%llguidance" and is_json and not self._is_own:
             if json.loads(self._tokens[after][1]) not in ({}, {"no_forcing": True}, {"no_forcing": False}):
@@ -272,6 +318,17 @@ def _depth_of_regex(literal: str) -> int:
         depth += (found[0] == "(") - (found[0] == ")")
         deepest = max(deepest, depth)
     return deepest
+
+
+def _json_options(options: Any) -> dict[str, Any]:
+    """Returns what a client's grammar asks of the JSON in it. Raises InvalidRequest for what cannot be chosen."""
+    if not isinstance(options, dict):
+        return {}
+    if options.get("whitespace_pattern") is not None:
+        raise _invalid("x-guidance.whitespace_pattern is not supported; whitespace_flexible is")
+    asked = {name: options[name] for name, values in _JSON_OPTIONS.items() if options.get(name) in values}
+    # A pattern goes before the flag.
+    return asked | ({"whitespace_pattern": None} if asked.get("whitespace_flexible") is False else {})
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:

@@ -5,11 +5,11 @@ That language is Lark's with `%json`, `<[17]>` for the token 17, and lazy termin
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from services.structured.form import AnswerForm, Reasoning, ToolCalls, ToolFormat
-from services.structured.grammar_text import MARK, OWN_START, rules_in
+from services.structured.grammar_text import MARK, OWN_START, TOKENS, rule_of_tokens, rules_in
 
 MAX_CALLS = 128
 """In one answer: as many as a conversation may have in one message."""
@@ -32,9 +32,16 @@ def marks_of(form: AnswerForm) -> tuple[str, ...]:
 
 
 def lark_of(
-    form: AnswerForm, *, mark_token_ids: Mapping[str, int], options: Mapping[str, Any], is_forced: bool = True
+    form: AnswerForm,
+    *,
+    mark_token_ids: Mapping[str, int],
+    options: Mapping[str, Any],
+    eos_token_ids: Collection[int] = (),
+    is_forced: bool = True,
 ) -> str:
     """The grammar. `mark_token_ids` has those marks that are tokens; `options` are for the compiler of JSON schemas.
+
+    `eos_token_ids` are the model's ends, which matter to a form that lists tokens.
 
     `is_forced`: where only one text is possible, only the tokens that the tokenizer makes of it are allowed.
 
@@ -44,6 +51,8 @@ def lark_of(
     rules = [head, f"start: {_start(form)}", r"TEXT: /(.|\n)*/"]
     if form.json_schema.startswith(MARK):
         rules += [f"value: {OWN_START}", rules_in(form.json_schema, options)]
+    elif form.json_schema.startswith(TOKENS):
+        rules.append(f"value: {rule_of_tokens(form.json_schema, eos_token_ids)}")
     elif form.json_schema:
         rules.append(f"value: {_json(form.json_schema, options)}")
     if form.tool_calls is not None:

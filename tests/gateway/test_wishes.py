@@ -119,6 +119,16 @@ async def test_who_waits_beyond_its_own_time_is_told_so(full):
     assert script.took == [5]
 
 
+async def test_a_time_that_an_idle_cluster_cannot_keep_is_no_overload(make_system, pair_type):
+    """A retry would be in vain, so clients are not asked to come again."""
+    system = await make_system()
+    await system.add_pair(pair_type([5, 6]))
+    refused = await ask(system, 6, {"x-request-timeout-ms": "1"}, max_tokens=400)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert "the deadline cannot be met" in refused.json()["error"]["message"]
+    assert "retry-after" not in refused.headers
+
+
 async def test_least_slack_goes_first_over_http_and_who_said_nothing_by_arrival(full):
     system, script = await full(queue_strategy="sla", max_request_s=500.0)
     asked = [

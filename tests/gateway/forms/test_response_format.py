@@ -6,7 +6,7 @@ import grpc
 import msgspec
 import pytest
 
-from gateway.forms.response_format import json_schema_in, json_schema_of
+from gateway.forms.response_format import form_in, json_schema_in, json_schema_of
 from gateway.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from gateway.named.journal import decode_call, encode_call
 from gateway.openai.chat import ChatRequest
@@ -20,6 +20,7 @@ from services.runtime.errors import InvalidRequest, Overloaded
 from services.structured.compiler import FormChecks
 from services.structured.form import AnswerForm
 from services.structured.grammar import ANY_OBJECT
+from services.structured.grammar_text import GRAMMAR
 from tests.schemas import PERSON, UNUSABLE
 
 OK = [{"role": "user", "content": "hi"}]
@@ -110,6 +111,16 @@ def test_refused(row):
     assert caught.value.field == "response_format"
     assert "response_format" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+def test_members_that_ask_for_the_same_form_are_one_wish():
+    """Guidance sends its grammar to older and newer vLLMs at once."""
+    grammar = 'start: "a"'
+    asked = {"response_format": None, "structured_outputs": {"grammar": grammar}, "guided_grammar": grammar}
+    assert form_in(asked) == (GRAMMAR + grammar, "structured_outputs")
+    with pytest.raises(InvalidRequest, match="structured_outputs and guided_grammar both ask") as caught:
+        form_in({**asked, "guided_grammar": grammar + "i"})
+    assert caught.value.field == "guided_grammar"
 
 
 @pytest.mark.parametrize(

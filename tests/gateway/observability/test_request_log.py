@@ -79,6 +79,17 @@ async def test_an_answer_has_its_line(make_system, pair, answer, output):
     assert line["decode_ms"] > line["queue_ms"]
 
 
+@pytest.mark.parametrize(
+    ("trusted", "client"), [("127.0.0.1", "198.51.100.7"), ("10.0.0.0/8", "127.0.0.1"), (None, None)]
+)
+async def test_the_client_has_an_address_where_proxies_are_named(make_system, pair, output, trusted, client):
+    system = await make_system(trusted_proxies=trusted)
+    await system.add_pair(pair)
+    headers = {"x-forwarded-for": "203.0.113.9, 198.51.100.7"}
+    await system.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers=headers)
+    assert (await the_line(system, output)).get("client") == client
+
+
 async def test_several_answers_are_one_request(make_system, pair, output):
     system = await make_system()
     await system.add_pair(pair)

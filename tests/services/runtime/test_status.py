@@ -21,6 +21,7 @@ def test_the_table_is_the_agreed_one() -> None:
         errors.LeaseLost: (grpc.StatusCode.UNAVAILABLE, 503),
         errors.StaleIncarnation: (grpc.StatusCode.FAILED_PRECONDITION, 503),
         errors.TransferFailed: (grpc.StatusCode.UNAVAILABLE, 503),
+        errors.DeadlineTooShort: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
         errors.DeadlineExceeded: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
         errors.RequestCancelled: (grpc.StatusCode.CANCELLED, 499),
         errors.LayoutMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 500),
@@ -60,6 +61,7 @@ def test_retry_times() -> None:
     assert status.retry_after_s(errors.Overloaded("x", retry_after_s=7)) == 7
     assert status.retry_after_s(errors.Overloaded("x")) == 1.0
     assert status.retry_after_s(errors.InvalidRequest("x")) is None
+    assert status.retry_after_s(errors.DeadlineTooShort("x")) is None
 
 
 @pytest.mark.parametrize("code", [code for code in worker_pb2.ErrorCode.values() if code])

@@ -12,10 +12,12 @@ from services.structured.grammar import TooComplex, UnusableSchema, check_form
 from services.structured.grammar_text import (
     MARK,
     MAX_NESTING,
+    TOKENS,
     lark_of_choices,
     lark_of_grammar,
     lark_of_regex,
     rules_in,
+    tokens_form,
 )
 
 ARITHMETIC = """
@@ -146,6 +148,56 @@ def test_what_was_written_here_stays_as_it_is():
 def test_clients_cannot_set_options_of_the_compiler():
     text = lark_of_grammar('start: %json {"type": "null", "x-guidance": {"coerce_one_of": true}}')
     assert "coerce" not in text
+
+
+def test_white_space_is_as_a_grammar_asks(grammars, demo_tokenizer):
+    """Programs that read an answer by their own grammar, as guidance does, fail where it was made by another."""
+    asked = {"whitespace_flexible": False, "whitespace_pattern": None, "key_separator": ": ", "item_separator": ", "}
+    schema = {"type": "array", "items": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
+    allowed = {}
+    for options in ({}, asked):
+        text = lark_of_grammar("start: %json " + json.dumps({**schema, "x-guidance": options}))
+        for answer in ('[{"a": 1}, {"a": 1}]', '[{"a":1},{"a":1}]', '[{"a": 1},\n{"a": 1}]'):
+            state = grammars.begin(AnswerForm(text), eos_token_ids=(1, 2))
+            state.advance(demo_tokenizer.encode(answer, add_special_tokens=False).ids)
+            allowed[bool(options), answer] = state.is_complete
+    assert [*allowed.values()] == [True, True, True, True, False, False]
+
+
+def test_white_space_cannot_be_a_pattern():
+    with pytest.raises(InvalidRequest, match="whitespace_pattern"):
+        lark_of_grammar('start: %json {"type": "null", "x-guidance": {"whitespace_pattern": "x"}}')
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "text", "first", "may_end"),
+    [
+        ([7, 5, 8, 9, 5], "5,7-9", {5, 7, 8, 9}, False),
+        ([5, 2, 1], "1-2,5", {1, 2, 5}, True),
+        ([1], "1", {1, 2}, True),
+        ([0, 2047], "0,2047", {0, 2047}, False),
+    ],
+)
+def test_tokens_that_are_allowed(grammars, token_ids, text, first, may_end):
+    form = AnswerForm(tokens_form(token_ids))
+    assert form.json_schema == TOKENS + text
+    check_form(form)
+    state = grammars.begin(form, eos_token_ids=(1, 2))
+
+    def allowed():
+        bits = state.allowed()
+        return {token_id for token_id in range(len(bits) * 8) if bits[token_id // 8] >> token_id % 8 & 1}
+
+    for _ in range(50):
+        assert (allowed(), state.is_complete) == (first, may_end)
+        if others := first - {1, 2}:
+            state.advance([max(others)])
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "1-", "-1", "1 2", "1]>* | <[3", "1" * 11])
+def test_a_list_of_tokens_is_not_believed(grammars, text):
+    with pytest.raises(UnusableSchema, match="no list of token ids"):
+        grammars.begin(AnswerForm(TOKENS + text), eos_token_ids=(1, 2))
 
 
 def test_the_deepest_that_is_allowed_does_not_end_the_process():
