@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kv_transfer.send_link import HandoffStats, SendTransfer
-from services.runtime import telemetry
 from services.runtime.errors import TandemError
 from services.runtime.telemetry import Event, Value
 from services.structured.grammar import GrammarState
@@ -57,6 +56,8 @@ class DecodeAttempt(EngineAttempt):
     """Tokens that were emitted here."""
     decoding_since_unix_ns: int = 0
     """0: it was in no step yet."""
+    _stepped_until_unix_ns: int = 0
+    """The end of its last step."""
     _num_steps: int = 0
     """Counted, as the next two are, if there is a trace."""
     _num_neighbours: int = 0
@@ -76,7 +77,8 @@ class DecodeAttempt(EngineAttempt):
     def note_step(self, report: DecodeReport) -> None:
         """Notes that it was in a step of the batch, after its prompt."""
         self.decoding_since_unix_ns = self.decoding_since_unix_ns or report.start_unix_ns
-        if self.trace is not None:
+        self._stepped_until_unix_ns = report.end_unix_ns
+        if self.spans.are_kept:
             num_sequences = len(report.advances)
             self._num_steps += 1
             self._num_neighbours += num_sequences
@@ -90,27 +92,22 @@ class DecodeAttempt(EngineAttempt):
     def note_preemption(self, preemption: Preemption, unix_ns: int) -> None:
         """Notes that others got its place or its pages."""
         self._num_preempted += 1
-        if self.trace is not None and len(self._span_events) < MAX_SPAN_EVENTS:
+        if self.spans.are_kept and len(self._span_events) < MAX_SPAN_EVENTS:
             said: dict[str, Value] = {"tandem.reason": preemption.reason, "tandem.tokens": self.num_tokens}
             self._span_events.append(Event("preempted", unix_ns, said))
 
-    def record_steps(self, end_unix_ns: int, error: TandemError | None) -> None:
-        """Records its steps as a span, if it had any."""
-        if self.trace is None or not self._num_steps:
+    def note_steps(self, error: TandemError | None) -> None:
+        """Has its steps recorded as a span, if it had any; `error` is what ended it, if it failed."""
+        if not self._num_steps:
             return
-        telemetry.record(
-            "decode.steps",
-            telemetry.sibling(self.trace, telemetry.DECODE_SPAN),
-            during_unix_ns=(self.decoding_since_unix_ns, end_unix_ns),
-            attributes={
-                "tandem.tokens": self.num_tokens,
-                "tandem.steps": self._num_steps,
-                "tandem.batch_mean": self._num_neighbours / self._num_steps,
-                "tandem.batch_max": self._max_batch,
-                "tandem.preemptions": self._num_preempted,
-                "tandem.proposed": self._num_proposed,
-                "tandem.accepted": self._num_accepted,
-            },
-            events=self._span_events,
-            error=error,
-        )
+        said: dict[str, Value] = {
+            "tandem.tokens": self.num_tokens,
+            "tandem.steps": self._num_steps,
+            "tandem.batch_mean": self._num_neighbours / self._num_steps,
+            "tandem.batch_max": self._max_batch,
+            "tandem.preemptions": self._num_preempted,
+            "tandem.proposed": self._num_proposed,
+            "tandem.accepted": self._num_accepted,
+        }
+        since_unix_ns, until_unix_ns = self.decoding_since_unix_ns, self._stepped_until_unix_ns
+        self.spans.steps(since_unix_ns, until_unix_ns, attributes=said, events=self._span_events, error=error)

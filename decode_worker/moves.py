@@ -14,7 +14,6 @@ from kv_transfer.protocol.messages import TransferId
 from kv_transfer.send_link import HandoffStats
 from kv_transfer.sending import SendLinks
 from protos import worker_pb2
-from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import InvalidRequest, RequestCancelled, TandemError, TransferFailed
 from services.runtime.logs import request_fields
@@ -22,7 +21,6 @@ from worker.attempts import handed_off_message
 from worker.engine import DecodeEngine, PausedSequence
 from worker.metrics import WorkerMetrics
 from worker.sessions import Session, failed
-from worker.spans import record_sending
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
@@ -99,7 +97,6 @@ class Moves:
             num_tokens=paused.num_computed_tokens,
             deadline=attempt.spec.deadline,
         )
-        trace = None if attempt.trace is None else telemetry.sibling(attempt.trace, telemetry.DECODE_SPAN)
         start_s, start_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
         try:
             transfer.send(0, paused.page_ids)
@@ -109,9 +106,9 @@ class Moves:
                 sampling_position=paused.num_computed_tokens + 1,
             )
         except BaseException as error:
-            record_sending(trace, start_unix_ns, self._clock.unix_ns(), error=error)
+            attempt.spans.sending(start_unix_ns, self._clock.unix_ns(), error=error, is_move=True)
             raise
-        record_sending(trace, start_unix_ns, self._clock.unix_ns(), sent=stats)
+        attempt.spans.sending(start_unix_ns, self._clock.unix_ns(), sent=stats, is_move=True)
         now_s = self._clock.monotonic()
         self._metrics.note_transfer(num_bytes=stats.num_bytes, seconds=now_s - start_s, exposed_s=stats.exposed_s)
         self._engine.speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, now_s)
@@ -119,6 +116,7 @@ class Moves:
 
     def _on_ended(self, attempt: DecodeAttempt, task: asyncio.Task[HandoffStats]) -> None:
         key = attempt.spec.key
+        attempt.spans.export()
         error = RequestCancelled("the attempt was cancelled") if task.cancelled() else task.exception()
         if error is None:
             answer = handed_off_message(task.result())

@@ -30,7 +30,6 @@ from decode_worker.moves import Moves
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.steps.sequence import Grammar, Sampling
 from services.engine.steps.step import NonFiniteLogits, SampledToken
-from services.runtime import telemetry
 from services.runtime.errors import (
     DeadlineExceeded,
     InternalError,
@@ -62,7 +61,7 @@ from worker.engine import (
 from worker.engine_worker import Around, EngineWorker
 from worker.metrics import Load, Speeds
 from worker.sessions import CommandHandler, Payload, Session, SessionServer, StepTokens, failed
-from worker.spans import record_chunk
+from worker.spans import AttemptSpans
 from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         attempt = DecodeAttempt(
             spec,
             session,
-            telemetry.sampled(spec.traceparent, spec.tracestate),
+            AttemptSpans.of(spec, message.span_clock, received_unix_ns=self._clock.unix_ns()),
             self._clock.monotonic(),
             message.from_decode,
             message.local_prefill,
@@ -208,6 +207,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         attempt = self.find_of(session, message.id)
         has_begun = attempt is not None and attempt.phase is not Phase.ADMITTED
         if attempt is not None:
+            attempt.spans.give_up(message)
             self.end(attempt, "cancelled", RequestCancelled("the attempt was cancelled"))
         if message.wants_word:
             self.sessions.emit(session, *read_key(message.id), worker_pb2.Cancelled(has_begun=has_begun))
@@ -271,7 +271,8 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         if answer is not None:
             self.emit(attempt, answer)
         self._metrics.count_attempt(outcome)
-        attempt.record_steps(self._clock.unix_ns(), reason if outcome == "failed" else None)
+        attempt.note_steps(reason if outcome == "failed" else None)
+        attempt.spans.export()
         if key in self.arrivals:
             self.arrivals.abort(key, reason)
         elif attempt.hand_over is not None:
@@ -334,15 +335,12 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             self._on_prefill_begun(attempt, advance, report)
         if advance.start >= len(attempt.spec.prompt_token_ids):
             if not attempt.decoding_since_unix_ns:
-                self.emit(attempt, worker_pb2.DecodeStarted())
+                began_unix_ns = attempt.spans.told_unix_ns(report.start_unix_ns)
+                self.emit(attempt, worker_pb2.DecodeStarted(began_unix_ns=began_unix_ns))
             attempt.note_step(report)
         elif attempt.is_local and not attempt.decoding_since_unix_ns:  # later: pages that were lost to others
-            record_chunk(
-                attempt.trace,
-                report.start_unix_ns,
-                report.end_unix_ns,
-                start=advance.start,
-                num_tokens=advance.num_tokens,
+            attempt.spans.chunk(
+                report.start_unix_ns, report.end_unix_ns, start=advance.start, num_tokens=advance.num_tokens
             )
         if isinstance(advance.outcome, NonFiniteLogits):
             self.end(attempt, "failed", advance.outcome, answer=failed(advance.outcome))
@@ -368,7 +366,11 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         """The first tokens of a prompt that is computed here were computed, or all were here already."""
         num_cached_tokens = min(advance.start, len(attempt.spec.prompt_token_ids))
         queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - report.seconds)
-        self.emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
+        began_unix_ns = attempt.spans.told_unix_ns(report.start_unix_ns)
+        started = worker_pb2.PrefillStarted(
+            queue_s=queue_s, num_cached_tokens=num_cached_tokens, began_unix_ns=began_unix_ns
+        )
+        self.emit(attempt, started)
         num_prompt_tokens = len(attempt.spec.prompt_token_ids)
         self._metrics.note_prompt(num_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens)
 

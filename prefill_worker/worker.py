@@ -36,7 +36,6 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Grammar, Sampling
 from services.engine.steps.step import NonFiniteLogits, SampledToken
-from services.runtime import telemetry
 from services.runtime.errors import RequestCancelled, TandemError, TransferFailed
 from services.runtime.logs import request_fields
 from services.scheduling.speedometer import numbers
@@ -52,7 +51,7 @@ from worker.engine import CachedPrefix, ComputedChunk, EngineFacts, PrefillEngin
 from worker.engine_worker import Around, EngineWorker
 from worker.metrics import Load, Speeds
 from worker.sessions import CommandHandler, Session, SessionServer, failed
-from worker.spans import record_chunk, record_sending
+from worker.spans import AttemptSpans
 from worker.threads import on_this_loop, within
 
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
@@ -131,9 +130,9 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
         # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
         self._check(spec, num_new_tokens=1)
-        trace = telemetry.sampled(spec.traceparent, spec.tracestate)
+        spans = AttemptSpans.of(spec, message.span_clock, received_unix_ns=self._clock.unix_ns())
         attempt = PrefillAttempt(
-            spec, session, trace, message.decode_address, message.decode_incarnation, self._clock.monotonic()
+            spec, session, spans, message.decode_address, message.decode_incarnation, self._clock.monotonic()
         )
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
@@ -163,6 +162,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         attempt = self._attempts.find(read_key(message.id))
         is_known = attempt is not None and attempt.session is session
         if attempt is not None and is_known:
+            attempt.spans.give_up(message)
             attempt.task.cancel()
         if message.wants_word:
             has_begun = attempt is not None and is_known and attempt.transfer is not None
@@ -233,7 +233,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
 
     def _send_again(self, attempt: PrefillAttempt, transfer: SendTransfer, page_ids: tuple[int, ...]) -> None:
         assert attempt.kept is not None, "the attempt has taken the pages over"
-        self._emit_started(attempt, attempt.num_tokens)
+        self._emit_started(attempt, attempt.num_tokens, began_unix_ns=self._clock.unix_ns())
         if not attempt.spec.emitted_token_ids and attempt.kept.outcome is not None:
             self.emit(attempt, tokens_message(0, attempt.kept.outcome))
         transfer.send(0, page_ids)
@@ -249,12 +249,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             self._send(attempt, transfer, 0, prefix.page_ids)
         while True:
             report, chunk = await attempt.chunks.get()
-            record_chunk(
-                attempt.trace,
-                report.start_unix_ns,
-                report.end_unix_ns,
-                start=chunk.start,
-                num_tokens=chunk.num_tokens,
+            attempt.spans.chunk(
+                report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens
             )
             if isinstance(chunk.outcome, NonFiniteLogits):
                 raise chunk.outcome
@@ -276,10 +272,10 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         """Puts the prompt in line for the engine; returns when that knows what need not be computed."""
         spec = attempt.spec
         sequence, salt = self._sequence(spec, attempt.grammar, spec.emitted_token_ids)
-        attempt.has_begun = True
+        attempt.has_begun, began_unix_ns = True, self._clock.unix_ns()
         beginning = self.command(lambda: self._engine.begin(sequence, salt=salt, service_class=spec.service_class))
         prefix = await asyncio.wrap_future(beginning)
-        self._emit_started(attempt, prefix.num_tokens)
+        self._emit_started(attempt, prefix.num_tokens, began_unix_ns=began_unix_ns)
         self._queue.computed(spec.key, prefix.num_tokens)
         self._give_turns()
         return prefix
@@ -292,10 +288,14 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         assert self._grammars is not None, "such a request was refused"
         return await self._grammars.begin(spec.form, eos_token_ids=spec.eos_token_ids)
 
-    def _emit_started(self, attempt: PrefillAttempt, num_cached_tokens: int) -> None:
+    def _emit_started(self, attempt: PrefillAttempt, num_cached_tokens: int, *, began_unix_ns: int) -> None:
         queue_s = self._clock.monotonic() - attempt.arrived_s
         attempt.started_unix_ns = self._clock.unix_ns()
-        self.emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
+        told_unix_ns = attempt.spans.told_unix_ns(began_unix_ns)
+        started = worker_pb2.PrefillStarted(
+            queue_s=queue_s, num_cached_tokens=num_cached_tokens, began_unix_ns=told_unix_ns
+        )
+        self.emit(attempt, started)
         self._metrics.note_prompt(num_tokens=attempt.num_tokens, num_cached_tokens=num_cached_tokens)
 
     async def _seal(self, attempt: PrefillAttempt, transfer: SendTransfer) -> None:
@@ -308,9 +308,9 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
                 sampling_position=attempt.num_tokens + 1,
             )
         except BaseException as error:
-            record_sending(attempt.trace, start_unix_ns, self._clock.unix_ns(), error=error)
+            attempt.spans.sending(start_unix_ns, self._clock.unix_ns(), error=error)
             raise
-        record_sending(attempt.trace, start_unix_ns, self._clock.unix_ns(), sent=stats)
+        attempt.spans.sending(start_unix_ns, self._clock.unix_ns(), sent=stats)
         attempt.end("handed_off", None)
         self._metrics.note_transfer(
             num_bytes=stats.num_bytes,
@@ -326,6 +326,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     def _ended(self, attempt: PrefillAttempt) -> None:
         self._attempts.end(attempt.spec.key)
         self._metrics.count_attempt(attempt.outcome)
+        attempt.spans.export()
         if attempt.transfer is None or attempt.abort_reason is None:
             self._free(attempt)
         else:

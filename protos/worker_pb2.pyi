@@ -345,6 +345,7 @@ class SequenceSpec(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     FORM_PLACE_FIELD_NUMBER: _builtins.int
+    REQUEST_SPAN_ID_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
@@ -371,6 +372,8 @@ class SequenceSpec(_message.Message):
     form: it is kept there from now on, instead of what was. Without: the one that is kept there is meant. 0: the form is
     what this message says. At most the worker's `form_places`.
     """
+    request_span_id: _builtins.int
+    """Id of the request's span, under which `kv_transfer.send` is, which lasts longer than one phase. 0: it is under `prefill`."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -412,16 +415,45 @@ class SequenceSpec(_message.Message):
         reasoning: _builtins.str = ...,
         tracestate: _builtins.str = ...,
         form_place: _builtins.int = ...,
+        request_span_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "form_place", b"form_place", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "form_place", b"form_place", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_span_id", b"request_span_id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
     _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__service_class) -> _WhichOneofReturnType__service_class | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class SpanClock(_message.Message):
+    """What a worker needs to tell the times of an attempt's spans by the gateway's clock. Sent where the attempt is sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_UNIX_NS_FIELD_NUMBER: _builtins.int
+    AHEAD_NS_FIELD_NUMBER: _builtins.int
+    sent_unix_ns: _builtins.int
+    """The gateway's clock when it sent this: nanoseconds since 1970."""
+    ahead_ns: _builtins.int
+    """By how much the worker's clock is ahead of the gateway's at least, in nanoseconds: as its messages of the last seconds
+    showed, less the time that the fastest of them took.
+    """
+    def __init__(
+        self,
+        *,
+        sent_unix_ns: _builtins.int = ...,
+        ahead_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_ns", b"ahead_ns", "sent_unix_ns", b"sent_unix_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpanClock: _TypeAlias = SpanClock  # noqa: Y015
 
 @_typing.final
 class ToolCallForm(_message.Message):
@@ -495,6 +527,7 @@ class Admit(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     FROM_DECODE_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    SPAN_CLOCK_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """Compute the prompt here instead of waiting for pages."""
     from_decode: _builtins.bool
@@ -509,6 +542,10 @@ class Admit(_message.Message):
     def sequence(self) -> Global___SequenceSpec:
         """What will run there."""
 
+    @_builtins.property
+    def span_clock(self) -> Global___SpanClock:
+        """Absent: the attempt is not sampled, or nothing is known of the worker's clock."""
+
     def __init__(
         self,
         *,
@@ -516,10 +553,11 @@ class Admit(_message.Message):
         local_prefill: _builtins.bool = ...,
         from_decode: _builtins.bool = ...,
         handle: _builtins.int = ...,
+        span_clock: Global___SpanClock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_decode", b"from_decode", "handle", b"handle", "local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_decode", b"from_decode", "handle", b"handle", "local_prefill", b"local_prefill", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,6 +572,7 @@ class Prefill(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    SPAN_CLOCK_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """host:port of the decode worker's gRPC server, where its Link is."""
     decode_incarnation: _builtins.str
@@ -542,16 +581,21 @@ class Prefill(_message.Message):
     def sequence(self) -> Global___SequenceSpec:
         """What to compute."""
 
+    @_builtins.property
+    def span_clock(self) -> Global___SpanClock:
+        """Absent: the attempt is not sampled, or nothing is known of the worker's clock."""
+
     def __init__(
         self,
         *,
         sequence: Global___SequenceSpec | None = ...,
         decode_address: _builtins.str = ...,
         decode_incarnation: _builtins.str = ...,
+        span_clock: Global___SpanClock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,8 +609,19 @@ class Cancel(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     WANTS_WORD_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_NS_FIELD_NUMBER: _builtins.int
+    HAS_HEARD_PREFILL_FIELD_NUMBER: _builtins.int
+    HAS_HEARD_DECODE_FIELD_NUMBER: _builtins.int
     wants_word: _builtins.bool
     """`Cancelled` follows, for an unknown attempt too; what is said of the attempt before that still counts."""
+    sent_unix_ns: _builtins.int
+    """The gateway's clock when it gave the attempt up, nanoseconds since 1970: what is done after it is in no span. 0: the
+    attempt is not sampled.
+    """
+    has_heard_prefill: _builtins.bool
+    """The gateway has heard `PrefillStarted`. Without it, and with `sent_unix_ns`, no chunk of the prompt has a span."""
+    has_heard_decode: _builtins.bool
+    """The gateway has heard `DecodeStarted`. Without it, and with `sent_unix_ns`, the steps have no span."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which one. Unknown: there is nothing to end."""
@@ -576,10 +631,13 @@ class Cancel(_message.Message):
         *,
         id: Global___AttemptId | None = ...,
         wants_word: _builtins.bool = ...,
+        sent_unix_ns: _builtins.int = ...,
+        has_heard_prefill: _builtins.bool = ...,
+        has_heard_decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "wants_word", b"wants_word"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_heard_decode", b"has_heard_decode", "has_heard_prefill", b"has_heard_prefill", "id", b"id", "sent_unix_ns", b"sent_unix_ns", "wants_word", b"wants_word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1345,19 +1403,23 @@ class PrefillStarted(_message.Message):
 
     QUEUE_S_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BEGAN_UNIX_NS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Seconds between taking the attempt and beginning it."""
     num_cached_tokens: _builtins.int
     """Prompt tokens that are not computed, because pages of earlier requests are here."""
+    began_unix_ns: _builtins.int
+    """When it began, by the gateway's clock as `SpanClock` tells it: nanoseconds since 1970. 0: the attempt is not sampled."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
+        began_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ns", b"began_unix_ns", "num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1575,12 +1637,17 @@ class DecodeStarted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    BEGAN_UNIX_NS_FIELD_NUMBER: _builtins.int
+    began_unix_ns: _builtins.int
+    """When its first step began, as in PrefillStarted."""
     def __init__(
         self,
+        *,
+        began_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ns", b"began_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,8 @@ class AttemptSpec(Generic[S]):
     tracestate: str = ""
     eos_token_ids: tuple[int, ...] = ()
     """The model's ends of sequence, as far as they end this answer."""
+    request_span_id: int = 0
+    """The id of the request's own span; 0: unknown."""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
@@ -84,6 +86,7 @@ def read_spec(
         form=form,
         tracestate=message.tracestate,
         eos_token_ids=eos_token_ids,
+        request_span_id=message.request_span_id,
     )
 
 

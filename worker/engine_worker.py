@@ -21,13 +21,13 @@ from services.engine.thread import EngineThread, StepWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, InvalidRequest, InvariantViolated, TandemError, WorkerUnavailable
 from services.runtime.page_keys import PageKey, cache_salt
-from services.runtime.telemetry import TraceContext
 from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars
 from worker.attempts import AttemptSpec, AttemptTable
 from worker.engine import Engine, EngineFacts, StepReport
 from worker.metrics import Load, WorkerMetrics
 from worker.sessions import CommandHandler, Payload, Reports, Session, SessionServer
+from worker.spans import AttemptSpans
 from worker.threads import infallible, on_this_loop
 
 ENGINE_STOP_TIMEOUT_S = 10.0
@@ -46,8 +46,7 @@ class EngineAttempt:
 
     spec: AttemptSpec[Sampling]
     session: Session
-    trace: TraceContext | None
-    """Under which its spans are recorded; None: it has none."""
+    spans: AttemptSpans
 
 
 A = TypeVar("A", bound=EngineAttempt)

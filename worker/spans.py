@@ -1,44 +1,174 @@
-"""The spans that both kinds of worker record of an attempt."""
+"""The spans that a worker records of an attempt: kept until it ends, in times of the gateway's clock.
+
+The gateway's phases are their parents, and a span lies within its parent. So the times are the worker's less what its
+clock is ahead of the gateway's; and what the gateway has not heard of when it gives the attempt up, or what is done
+after that, is left out.
+"""
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from kv_transfer.send_link import HandoffStats
+from protos import worker_pb2
 from services.runtime import telemetry
 from services.runtime.errors import RequestCancelled
-from services.runtime.telemetry import TraceContext, Value
+from services.runtime.telemetry import DECODE_SPAN, Event, Link, Span, TraceContext, Value
+from worker.attempts import AttemptSpec
+
+CHUNK, SENDING, STEPS = "prefill.chunk", "kv_transfer.send", "decode.steps"
 
 
-def record_chunk(
-    trace: TraceContext | None, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int
-) -> None:
-    """The step that computed `num_tokens` of a prompt from position `start`, as a part of the attempt's `prefill`."""
-    if trace is not None:
-        attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
-        telemetry.record("prefill.chunk", trace, during_unix_ns=(start_unix_ns, end_unix_ns), attributes=attributes)
+class AttemptSpans:
+    """The spans of one attempt. `trace` names the gateway's span `prefill`; None: nothing is recorded.
+
+    `request_span_id` is that of the request's own span; 0: unknown. `clock_ahead_ns`: by how much the clock here is
+    ahead of the gateway's.
+    """
+
+    def __init__(self, trace: TraceContext | None, *, request_span_id: int = 0, clock_ahead_ns: int = 0) -> None:
+        self._trace = trace
+        self._request_span_id = request_span_id
+        self._clock_ahead_ns = clock_ahead_ns
+        self._kept: list[Span] = []
+        self._given_up: worker_pb2.Cancel | None = None
+
+    @classmethod
+    def of(cls, spec: AttemptSpec[Any], clock: worker_pb2.SpanClock, *, received_unix_ns: int) -> "AttemptSpans":
+        """Returns those of an attempt that came at `received_unix_ns`, which is a time of the clock here."""
+        trace = telemetry.sampled(spec.traceparent, spec.tracestate)
+        ahead_ns = clock_ahead_ns(clock, received_unix_ns)
+        return cls(trace, request_span_id=spec.request_span_id, clock_ahead_ns=ahead_ns)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether anything is recorded."""
+        return self._trace is not None
+
+    def told_unix_ns(self, unix_ns: int) -> int:
+        """Returns a time of the clock here as the gateway is told it; 0 where nothing is recorded."""
+        return 0 if self._trace is None else unix_ns - self._clock_ahead_ns
+
+    def chunk(self, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int) -> None:
+        """Notes the step that computed `num_tokens` of a prompt from position `start`, as a part of `prefill`."""
+        if self._trace is not None:
+            attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
+            self._keep(_span(CHUNK, self._trace, (start_unix_ns, end_unix_ns), attributes=attributes))
+
+    def sending(
+        self,
+        start_unix_ns: int,
+        end_unix_ns: int,
+        *,
+        sent: HandoffStats | None = None,
+        error: BaseException | None = None,
+        is_move: bool = False,
+    ) -> None:
+        """Notes pages on their way from here: from the first that left to their commit, or to the error that ended it.
+
+        It lasts longer than one phase, so its parent is the request, and it has a link to the phase in which it began.
+        """
+        if self._trace is None:
+            return
+        attributes: dict[str, Value] = {}
+        if sent is not None:
+            attributes = {
+                "tandem.kv.pages": sent.num_pages,
+                "tandem.kv.bytes": sent.num_bytes,
+                "tandem.kv.transport": sent.transport,
+                "tandem.kv.exposed_s": sent.exposed_s,
+            }
+            if sent.carried is not None:
+                attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
+        if isinstance(error, asyncio.CancelledError | RequestCancelled):
+            attributes["tandem.is_cancelled"], error = True, None
+        phase = telemetry.sibling(self._trace, DECODE_SPAN if is_move else 0)
+        parent = phase._replace(span_id=self._request_span_id) if self._request_span_id else phase
+        links = (Link(phase),) if self._request_span_id else ()
+        times = (start_unix_ns, end_unix_ns)
+        self._keep(_span(SENDING, parent, times, attributes=attributes, error=error), links=links)
+
+    def steps(
+        self,
+        start_unix_ns: int,
+        end_unix_ns: int,
+        *,
+        attributes: Mapping[str, Value],
+        events: Sequence[Event] = (),
+        error: BaseException | None = None,
+    ) -> None:
+        """Notes the steps in which the attempt was in the batch, from the first one's begin to the last one's end."""
+        if self._trace is not None:
+            parent = telemetry.sibling(self._trace, DECODE_SPAN)
+            times = (start_unix_ns, end_unix_ns)
+            self._keep(_span(STEPS, parent, times, attributes=attributes, error=error), events=events)
+
+    def give_up(self, cancel: worker_pb2.Cancel) -> None:
+        """Notes that the gateway has given the attempt up, and what it had heard of it."""
+        if cancel.sent_unix_ns:
+            self._given_up = cancel
+
+    def export(self) -> None:
+        """Exports what was noted, as far as the gateway has a span to put it under. For the end of the attempt."""
+        kept, self._kept = self._kept, []
+        telemetry.export(kept if self._given_up is None else _within(kept, self._given_up))
+
+    def _keep(self, span: Span, *, events: Sequence[Event] = (), links: Sequence[Link] = ()) -> None:
+        """Keeps a span until the attempt ends; its times, and those of its events, are of the clock here."""
+        ahead_ns = self._clock_ahead_ns
+        kept = msgspec.structs.replace(
+            span,
+            start_unix_ns=span.start_unix_ns - ahead_ns,
+            end_unix_ns=span.end_unix_ns - ahead_ns,
+            events=[event._replace(unix_ns=event.unix_ns - ahead_ns) for event in events],
+            links=links,
+        )
+        self._kept.append(kept)
 
 
-def record_sending(
-    trace: TraceContext | None,
-    start_unix_ns: int,
-    end_unix_ns: int,
+def _span(
+    name: str,
+    parent: TraceContext,
+    times_unix_ns: tuple[int, int],
     *,
-    sent: HandoffStats | None = None,
+    attributes: Mapping[str, Value],
     error: BaseException | None = None,
-) -> None:
-    """Pages on their way from this worker: from the first that left to their commit, or to the error that ended it."""
-    if trace is None:
-        return
-    attributes: dict[str, Value] = {}
-    if sent is not None:
-        attributes = {
-            "tandem.kv.pages": sent.num_pages,
-            "tandem.kv.bytes": sent.num_bytes,
-            "tandem.kv.transport": sent.transport,
-            "tandem.kv.exposed_s": sent.exposed_s,
-        }
-        if sent.carried is not None:
-            attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
-    if isinstance(error, asyncio.CancelledError | RequestCancelled):
-        attributes["tandem.is_cancelled"], error = True, None
-    during_unix_ns = (start_unix_ns, end_unix_ns)
-    telemetry.record("kv_transfer.send", trace, during_unix_ns=during_unix_ns, attributes=attributes, error=error)
+) -> Span:
+    return Span(
+        name,
+        parent._replace(span_id=telemetry.new_span_id()),
+        parent.span_id,
+        *times_unix_ns,
+        attributes,
+        error_type="" if error is None else type(error).__name__,
+        is_failed=error is not None,
+        has_remote_parent=True,
+    )
+
+
+def clock_ahead_ns(told: worker_pb2.SpanClock, received_unix_ns: int) -> int:
+    """Returns by how much the clock here is taken to be ahead of the gateway's.
+
+    The truth is between what the fastest message to the gateway shows, and what this one to here does. Clocks that can
+    be equal are taken to be: what is between the two is the messages' own time.
+    """
+    if not told.sent_unix_ns:
+        return 0
+    most_ns = received_unix_ns - told.sent_unix_ns
+    return 0 if told.ahead_ns <= 0 <= most_ns else min(told.ahead_ns, most_ns)
+
+
+def _within(spans: Sequence[Span], given_up: worker_pb2.Cancel) -> list[Span]:
+    heard = {CHUNK: given_up.has_heard_prefill, STEPS: given_up.has_heard_decode, SENDING: True}
+    last_unix_ns = given_up.sent_unix_ns
+    return [
+        span if span.end_unix_ns <= last_unix_ns else _cut(span, last_unix_ns)
+        for span in spans
+        if heard[span.name] and span.start_unix_ns <= last_unix_ns
+    ]
+
+
+def _cut(span: Span, end_unix_ns: int) -> Span:
+    return msgspec.structs.replace(span, end_unix_ns=end_unix_ns)

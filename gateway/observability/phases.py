@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.topology.events import HandedOff, PrefillStarted
+from gateway.topology.events import DecodeStarted, HandedOff, Heard, PrefillStarted
 from services.runtime import status, telemetry
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
 from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Link, Span, TraceContext, Value
@@ -30,7 +30,20 @@ class AttemptFacts(msgspec.Struct):
     prefill_worker: str = ""
     """The prefill worker's id; empty while none was asked."""
     prefill_started: PrefillStarted | None = None
+    decode_started: DecodeStarted | None = None
     handed_off: HandedOff | None = None
+
+    @property
+    def heard(self) -> Heard | None:
+        """What was heard of it, for the workers' spans; None: they have none."""
+        if self.trace is None or not self.trace.is_sampled:
+            return None
+        return Heard(self.prefill_started is not None, self.decode_started is not None)
+
+    def began_unix_ns(self, phase: str) -> int:
+        """Returns when a phase began where it was done, by the clock here; 0: this is not known."""
+        told = {"prefill": self.prefill_started, "decode": self.decode_started}.get(phase)
+        return 0 if told is None else told.began_unix_ns
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +87,10 @@ class RequestTimes(Protocol):
 
     def unix_ns(self, at_s: float) -> int:
         """Returns a moment of that clock as spans tell it."""
+        ...
+
+    def at_s(self, unix_ns: int) -> float:
+        """Returns the moment of that clock that spans tell as `unix_ns`."""
         ...
 
     def add_event(self, name: str, attributes: Mapping[str, Value]) -> None:
@@ -187,11 +204,7 @@ class AnswerSpans:
             last.note_error(error)
             if not last.is_cancelled:
                 self.has_failed = self.has_failed or is_failure(error, was_placed=self.was_placed)
-            elif last.name in ("prefill", "kv_transfer") and last.attempt is not None:
-                # The decode worker may have begun before it heard that the client left; its span needs a parent.
-                decode = self._begin("decode", last.attempt, self.ended_s)
-                decode.end_s = self.ended_s
-                decode.note_error(error)
+        self._begin_as_told()
 
     def spans(self, context: TraceContext) -> list[Span]:
         """Returns its phases as spans under the request's."""
@@ -222,6 +235,22 @@ class AnswerSpans:
             phase.predicted_s = self._predicted_transfer_s
         self.phases.append(phase)
         return phase
+
+    def _begin_as_told(self) -> None:
+        """Has each phase begin when the worker that did it began, if that was before this gateway heard of it.
+
+        News takes its time, so the phases before it end as much earlier; none begins before its attempt's workers were
+        asked.
+        """
+        for place, phase in enumerate(self.phases):
+            began_unix_ns = 0 if phase.attempt is None else phase.attempt.began_unix_ns(phase.name)
+            if not began_unix_ns:
+                continue
+            asked = next(i for i, one in enumerate(self.phases) if one.attempt is phase.attempt)
+            first = max(0, asked if self.phases[asked].name == "route" else asked - 1)
+            at_s = max(self._request.at_s(began_unix_ns), self.phases[first].start_s)
+            for earlier, later in zip(self.phases[first:place], self.phases[first + 1 : place + 1], strict=True):
+                earlier.end_s, later.start_s = min(earlier.end_s, at_s), min(later.start_s, at_s)
 
     def _leave(self, now_s: float, num_tokens: int) -> None:
         phase = self.phases[-1]

@@ -197,6 +197,10 @@ class RequestSpans:
         """Returns a moment of the monotonic clock as spans tell it."""
         return self._arrived_unix_ns + to_ns(at_s - self._arrived_s)
 
+    def at_s(self, unix_ns: int) -> float:
+        """Returns the moment of the monotonic clock that spans tell as `unix_ns`."""
+        return self._arrived_s + (unix_ns - self._arrived_unix_ns) / 1e9
+
     def finish(self, error: BaseException | None, describe: Callable[[], Mapping[str, Value]]) -> None:
         """Notes that the request is over. Sends its spans, if it is in the sample or has to be looked at.
 

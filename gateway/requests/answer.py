@@ -172,6 +172,7 @@ class RunningAnswer:
             eos_token_ids=() if spec.sampling.ignore_eos else spec.eos_token_ids,
             deadline=spec.deadline,
             trace=spec.span.for_attempt(),
+            request_span_id=0 if spec.span.context is None else spec.span.context.span_id,
             cache_salt=self.cache_salt,
             service_class=self.queue_entry.service_class,
         )

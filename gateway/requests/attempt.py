@@ -272,9 +272,10 @@ class Attempt:
         for session, event in self._mailbox.events:
             if session is self.decode and session in self._at and isinstance(event, Finished):
                 self._leave(session)
+        heard = self.facts.heard
         for session in self._at:
             is_giver = self._giver is not None and session is self._giver.session
-            session.cancel(self._giver.key if is_giver and self._giver is not None else self.order.key)
+            session.cancel(self._giver.key if is_giver and self._giver is not None else self.order.key, heard)
         self._at.clear()
         self._follow(Sign.CLOSE)
 
@@ -322,6 +323,7 @@ class Attempt:
         raise event.error
 
     def _take_decode_start(self, event: DecodeStarted) -> None:
+        self.facts.decode_started = event
         self._follow(Sign.DECODE)
 
     def _take_pause(self, event: Paused) -> None:

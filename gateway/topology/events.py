@@ -32,6 +32,8 @@ class SequenceOrder(msgspec.Struct):
     """Only requests with the same salt share pages; empty: those without one."""
     service_class: int = 2
     """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
+    request_span_id: int = 0
+    """The id of the request's own span; 0: unknown."""
     message: Any = None
     """The order as `wire` has encoded it, once for both workers."""
 
@@ -50,10 +52,12 @@ class PrefillStarted(msgspec.Struct, frozen=True):
     """The prompt is being computed, after waiting `queue_s` in the worker.
 
     `num_cached_tokens` of it are not computed, because the worker has their pages from earlier requests.
+    `began_unix_ns`: when it began, by the clock here; 0: the worker does not say.
     """
 
     queue_s: float
     num_cached_tokens: int = 0
+    began_unix_ns: int = 0
 
 
 class Emitted(msgspec.Struct, frozen=True):
@@ -82,7 +86,9 @@ class HandedOff(msgspec.Struct, frozen=True):
 
 
 class DecodeStarted(msgspec.Struct, frozen=True):
-    """The sequence is in the decode worker's batch."""
+    """The sequence is in the decode worker's batch, since `began_unix_ns` by the clock here; 0: it does not say."""
+
+    began_unix_ns: int = 0
 
 
 class Paused(msgspec.Struct, frozen=True):
@@ -101,6 +107,13 @@ class Failed(msgspec.Struct, frozen=True):
     """The attempt is over on that worker; nothing follows from it. WorkerLost: the worker itself is gone."""
 
     error: TandemError
+
+
+class Heard(NamedTuple):
+    """What a gateway knew of an attempt when it gave it up, so that no span of a worker is without its parent."""
+
+    prefill: bool
+    decode: bool
 
 
 class Cancelled(msgspec.Struct, frozen=True):

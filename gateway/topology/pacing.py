@@ -38,6 +38,11 @@ class Lateness:
         self._since_s = 0.0
         self._most_ahead_s = self._most_ahead_before_s = -math.inf
 
+    @property
+    def most_ahead_s(self) -> float:
+        """By how much the worker's clock is ahead of the one here at least; minus infinity: nothing is known."""
+        return max(self._most_ahead_s, self._most_ahead_before_s)
+
     def of(self, ahead_s: float, now_s: float) -> float:
         """Returns how much later than the soonest one a message is, in seconds.
 
@@ -47,7 +52,7 @@ class Lateness:
             self._since_s = now_s
             self._most_ahead_before_s, self._most_ahead_s = self._most_ahead_s, -math.inf
         self._most_ahead_s = max(self._most_ahead_s, ahead_s)
-        return max(self._most_ahead_s, self._most_ahead_before_s) - ahead_s
+        return self.most_ahead_s - ahead_s
 
 
 class Pace:

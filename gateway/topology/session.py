@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.topology.books import Books
 from gateway.topology.counts import Counts, read_counts
-from gateway.topology.events import AttemptKey, Emitted, Event, Failed, SequenceOrder
+from gateway.topology.events import AttemptKey, Emitted, Event, Failed, Heard, SequenceOrder
 from gateway.topology.pacing import Lateness, Pace
 from gateway.topology.reports import WorkerLoad, read_gpu, read_links, read_load
 from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec
@@ -180,11 +180,18 @@ class WorkerSession(ABC):
         self._sinks_by_handle.pop(handle, None)
         self._held.pop(handle, None)
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
+    def cancel(self, key: AttemptKey, heard: Heard | None = None) -> None:
+        """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already.
+
+        `heard`: what is known of the attempt here, if it has spans.
+        """
         self.close(key)
         if self.is_up:
-            self._send(self._command(cancel=worker_pb2.Cancel(id=attempt_id(key))), is_bounded=False)
+            cancel = worker_pb2.Cancel(id=attempt_id(key))
+            if heard is not None:
+                cancel.sent_unix_ns = SYSTEM_CLOCK.unix_ns()
+                cancel.has_heard_prefill, cancel.has_heard_decode = heard
+            self._send(self._command(cancel=cancel), is_bounded=False)
 
     def cancel_and_ask(self, key: AttemptKey) -> None:
         """Cancels at the worker only: the attempt stays open for Cancelled, which follows whatever the worker knows.
@@ -355,6 +362,12 @@ class WorkerSession(ABC):
         self._send(command)
         self._forms.note_sent(form, sequence)
 
+    def _tell_clock(self, order: SequenceOrder, clock: worker_pb2.SpanClock) -> None:
+        """Fills in what the worker needs to tell the times of an attempt's spans by the clock here."""
+        ahead_s = self._lateness.most_ahead_s
+        if order.trace is not None and order.trace.is_sampled and math.isfinite(ahead_s):
+            clock.sent_unix_ns, clock.ahead_ns = SYSTEM_CLOCK.unix_ns(), round(ahead_s * 1e9)
+
     async def _write_commands(self, call: Any) -> None:
         loop, written_s = asyncio.get_running_loop(), -math.inf
         try:
@@ -406,6 +419,7 @@ class DecodeSession(WorkerSession):
         handle, command = next(_HANDLES), worker_pb2.DecodeCommand()
         admit = command.admit
         admit.local_prefill, admit.from_decode, admit.handle = is_local_prefill, is_from_decode, handle
+        self._tell_clock(order, admit.span_clock)
         self._send_order(order, admit.sequence, command)
         self._handles[order.key], self._sinks_by_handle[handle] = handle, self._sinks[order.key]
 
@@ -447,6 +461,7 @@ class PrefillSession(WorkerSession):
         command = worker_pb2.PrefillCommand()
         prefill = command.prefill
         prefill.decode_address, prefill.decode_incarnation = decode.address, decode.incarnation
+        self._tell_clock(order, prefill.span_clock)
         self._send_order(order, prefill.sequence, command)
 
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:

@@ -53,6 +53,7 @@ def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
         message.sampling.CopyFrom(write_sampling(order.sampling))
         if order.trace is not None:
             message.traceparent, message.tracestate = telemetry.inject(order.trace), order.trace.state
+            message.request_span_id = order.request_span_id
     message.deadline_ms = max(1, order.deadline.remaining_ms())
     return message
 
@@ -102,7 +103,7 @@ def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
 EVENT_READERS: dict[str, Callable[[Any], Event]] = {
     "admitted": lambda _: Admitted(),
     "refused": _read_refused,
-    "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens),
+    "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens, event.began_unix_ns),
     "tokens": _read_tokens,
     "handed_off": lambda event: HandedOff(
         event.num_pages,
@@ -111,7 +112,7 @@ EVENT_READERS: dict[str, Callable[[Any], Event]] = {
         event.transport,
         tuple((chunk.began_s, chunk.spent_s, chunk.num_tokens) for chunk in event.chunks),
     ),
-    "decode_started": lambda event: DecodeStarted(),
+    "decode_started": lambda event: DecodeStarted(event.began_unix_ns),
     "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,
     "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),

@@ -146,33 +146,6 @@ def export(spans: Sequence[Span]) -> None:
         _exporter.add(spans)
 
 
-def record(
-    name: str,
-    parent: TraceContext,
-    *,
-    during_unix_ns: tuple[int, int],
-    attributes: Mapping[str, Value] | None = None,
-    events: Sequence[Event] = (),
-    error: BaseException | None = None,
-) -> None:
-    """Exports one span whose parent was made by another process. `during_unix_ns` is (start, end)."""
-    export(
-        [
-            Span(
-                name,
-                parent._replace(span_id=new_span_id()),
-                parent.span_id,
-                *during_unix_ns,
-                attributes or {},
-                events,
-                error_type="" if error is None else type(error).__name__,
-                is_failed=error is not None,
-                has_remote_parent=True,
-            )
-        ]
-    )
-
-
 def root(parent: TraceContext | None) -> TraceContext | None:
     """Returns the context of a request's span; `parent` is its client's. None: no trace is made.
 

@@ -12,6 +12,7 @@ from services.runtime.errors import TransferFailed
 from tests.kept_spans import KeptSpans, events_of
 from worker.attempts import AttemptKey, AttemptSpec
 from worker.engine import Advance, DecodeReport, Guesses, Preemption
+from worker.spans import AttemptSpans
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -20,8 +21,8 @@ def attempt(*, is_traced: bool = True, from_decode: bool = False) -> DecodeAttem
     spec: AttemptSpec[Any] = AttemptSpec(
         AttemptKey("r", 1), [1, 2, 3], [4, 5], cast(Any, None), Deadline.after(30), traceparent=""
     )
-    trace = telemetry.sampled(TRACEPARENT, "") if is_traced else None
-    return DecodeAttempt(spec, cast(Any, None), trace, 0.0, from_decode, is_local=False)
+    spans = AttemptSpans(telemetry.sampled(TRACEPARENT, "") if is_traced else None)
+    return DecodeAttempt(spec, cast(Any, None), spans, 0.0, from_decode, is_local=False)
 
 
 def report(start_unix_ns: int, num_sequences: int) -> DecodeReport:
@@ -49,9 +50,10 @@ def test_steps_are_one_span_with_their_neighbours(kept: KeptSpans) -> None:
     one.note_guesses(Guesses("ngram", 3, 2))
     one.note_guesses(Guesses("draft", 2, 0))
     one.note_preemption(Preemption("r", "swapped"), 150)
-    one.record_steps(300, None)
+    one.note_steps(None)
+    one.spans.export()
     span = kept.one("decode.steps")
-    assert (span.start_unix_ns, span.end_unix_ns, span.error_type) == (100, 300, "")
+    assert (span.start_unix_ns, span.end_unix_ns, span.error_type) == (100, 205, "")
     assert span.attributes == {
         "tandem.tokens": 7,
         "tandem.steps": 2,
@@ -67,15 +69,18 @@ def test_steps_are_one_span_with_their_neighbours(kept: KeptSpans) -> None:
 def test_a_failure_makes_it_a_failed_span(kept: KeptSpans) -> None:
     one = attempt()
     one.note_step(report(100, 1))
-    one.record_steps(300, TransferFailed("x"))
+    one.note_steps(TransferFailed("x"))
+    one.spans.export()
     assert kept.one("decode.steps").error_type
 
 
 def test_what_was_in_no_step_or_has_no_trace_is_no_span(kept: KeptSpans) -> None:
-    attempt().record_steps(300, None)
+    idle = attempt()
     untraced = attempt(is_traced=False)
     untraced.note_step(report(100, 1))
-    untraced.record_steps(300, None)
+    for one in (idle, untraced):
+        one.note_steps(None)
+        one.spans.export()
     assert kept.spans == []
     assert untraced.decoding_since_unix_ns == 100
 
@@ -85,7 +90,8 @@ def test_an_attempt_that_is_preempted_without_end_keeps_a_bounded_number_of_even
     one.note_step(report(100, 1))
     for number in range(2 * MAX_SPAN_EVENTS):
         one.note_preemption(Preemption("r", "place"), number)
-    one.record_steps(300, None)
+    one.note_steps(None)
+    one.spans.export()
     span = kept.one("decode.steps")
     assert len(span.events) == MAX_SPAN_EVENTS
     assert span.attributes["tandem.preemptions"] == 2 * MAX_SPAN_EVENTS

@@ -198,7 +198,7 @@ async def test_what_is_sent_to_the_other_worker_is_a_span(
     assert sending.parent_id == steps.parent_id == int("cd" * 8, 16) + DECODE_SPAN
     assert sending.error_type == ("TransferFailed" if error else "")
     assert sending.attributes.get("tandem.kv.bytes") == (None if error else 192)
-    assert steps.start_unix_ns <= sending.start_unix_ns <= sending.end_unix_ns <= steps.end_unix_ns
+    assert steps.start_unix_ns <= steps.end_unix_ns <= sending.start_unix_ns <= sending.end_unix_ns
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 9])

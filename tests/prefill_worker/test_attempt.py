@@ -9,6 +9,7 @@ from services.runtime.errors import RequestCancelled
 from services.structured.form import AnswerForm
 from worker.attempts import AttemptKey, AttemptSpec
 from worker.engine import ComputedChunk, PrefillReport
+from worker.spans import AttemptSpans
 
 
 def attempt(**fields: Any) -> PrefillAttempt:
@@ -16,7 +17,7 @@ def attempt(**fields: Any) -> PrefillAttempt:
     spec: AttemptSpec[Any] = AttemptSpec(
         AttemptKey("r", 1), [1, 2, 3], sampling=None, deadline=Deadline.after(30), traceparent="", **given
     )
-    return PrefillAttempt(spec, cast(Any, None), None, "decode:1", "d" * 32, 0.0)
+    return PrefillAttempt(spec, cast(Any, None), AttemptSpans(None), "decode:1", "d" * 32, 0.0)
 
 
 def note(one: PrefillAttempt, start_unix_ns: int, end_unix_ns: int, num_tokens: int) -> None:

@@ -50,7 +50,7 @@ class Session:
     def close(self, key):
         self.is_open = False
 
-    def cancel(self, key):
+    def cancel(self, key, heard=None):
         self.is_open = False
         self.cancelled += 1
 

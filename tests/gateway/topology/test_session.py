@@ -1,12 +1,16 @@
 """What a session writes: commands in order, at once where it is idle, and together where many come."""
 
 import asyncio
+import time
 
 import pytest
 
-from gateway.topology.events import AttemptKey
+from gateway.topology.events import AttemptKey, Heard, SequenceOrder
 from gateway.topology.pacing import Pace
 from gateway.topology.session import GATHER_S, DecodeSession, Peer
+from gateway.types import Sampling
+from services.runtime.clock import Deadline
+from services.runtime.telemetry import TraceContext
 
 
 class Call:
@@ -55,6 +59,35 @@ async def test_a_command_goes_at_once_and_those_right_after_it_go_together(sessi
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert call.messages[2:] == [["later"]]
+
+
+def given(trace, **fields):
+    order = SequenceOrder(AttemptKey("r", 1), (1,), (), Sampling(max_tokens=4), (), Deadline.after(60), trace, **fields)
+    return order
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+async def test_only_a_sampled_attempt_brings_clocks_along(session, is_sampled):
+    session.open(AttemptKey("r", 1), None)
+    trace = TraceContext(1, 2, is_sampled)
+    session.admit(given(trace, request_span_id=7), is_local_prefill=True)
+    session._lateness.of(0.05, 0.0)
+    session.admit(given(trace, request_span_id=7), is_local_prefill=True)
+    unknown, known = (command.admit for command in session._outgoing)
+    assert not unknown.HasField("span_clock"), "nothing is known of the worker's clock"
+    assert known.sequence.request_span_id == 7
+    assert known.HasField("span_clock") is is_sampled
+    if is_sampled:
+        assert known.span_clock.ahead_ns == 50_000_000
+        assert abs(known.span_clock.sent_unix_ns - time.time_ns()) < 60 * 10**9
+
+
+async def test_a_cancel_says_what_was_heard_if_there_are_spans(session):
+    session.cancel(AttemptKey("r", 1))
+    session.cancel(AttemptKey("r", 2), Heard(prefill=True, decode=False))
+    plain, traced = (command.cancel for command in session._outgoing)
+    assert (plain.sent_unix_ns, traced.has_heard_prefill, traced.has_heard_decode) == (0, True, False)
+    assert abs(traced.sent_unix_ns - time.time_ns()) < 60 * 10**9
 
 
 async def test_a_session_that_breaks_meanwhile_writes_nothing_more(session, call):

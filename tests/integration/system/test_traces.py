@@ -114,11 +114,13 @@ def test_one_request_is_one_trace_of_all_processes(
     assert {chunk.service for chunk in chunks} == {sending.service} == {"prefill-worker"}
     assert steps.service == "decode-worker"
     assert all(chunk.is_child_of(prefill) for chunk in chunks)
-    assert sending.is_child_of(prefill)
+    assert sending.is_child_of(root), "it lasts longer than the phase in which it begins"
+    assert [link.span_id for link in sending.span.links] == [prefill.span.span_id]
     assert steps.is_child_of(decode)
     for part in (*chunks, sending):
         assert prefill.span.start_time_unix_nano - CLOCK_NS <= part.span.start_time_unix_nano
     assert all(chunk.span.end_time_unix_nano <= prefill.span.end_time_unix_nano + CLOCK_NS for chunk in chunks)
+    assert decode.span.start_time_unix_nano - CLOCK_NS <= steps.span.start_time_unix_nano
     assert steps.span.end_time_unix_nano <= decode.span.end_time_unix_nano + CLOCK_NS
 
     assert [chunk.said["tandem.tokens"] for chunk in chunks] == [64, 64, 64, 8]

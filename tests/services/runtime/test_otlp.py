@@ -63,9 +63,8 @@ async def test_spans_arrive_with_all_that_they_say(otlp_receiver: Any) -> None:
     link = Link(telemetry.sibling(context, 7), {"tandem.attempt": 1})
     spans = [span("request", context, parent.span_id, attributes=said, events=[event], links=[link], is_server=True)]
     telemetry.export(spans)
-    telemetry.record(
-        "kv_transfer.send", context, during_unix_ns=(10**18, 10**18 + 9), error=ValueError("a client's words")
-    )
+    child = context._replace(span_id=telemetry.new_span_id())
+    telemetry.export([span("kv_transfer.send", child, context.span_id, error_type="ValueError", is_failed=True)])
     await otlp_receiver.wait_for(2)
     request, transfer = otlp_receiver.by_name("request"), otlp_receiver.by_name("kv_transfer.send")
     assert (request.resource["service.name"], request.trace_id, request.parent_id) == (
