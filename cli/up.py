@@ -180,7 +180,6 @@ class Up:
         redis: EmbeddedRedis | None,
         log_dir: Path,
         *,
-        policy: RestartPolicy | None = None,
         api_key: str | None = None,
     ) -> None:
         environment = child_environment(os.environ, parent_pid=os.getpid())
@@ -188,7 +187,7 @@ class Up:
         self._api_key = api_key
         self._redis = redis
         self._log_dir = log_dir
-        self._policy = policy or RestartPolicy()
+        self._policy = RestartPolicy()
         here = (addresses, environment, this_machine(), visible_gpus(environment))
         workers = worker_specs(settings, plans, *here)
         self._orders_path = functools.partial(socket_path, addresses.http_port)

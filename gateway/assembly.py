@@ -226,7 +226,6 @@ class Gateway:
     def _make_batches(self, files: FileStore) -> Batches:
         return Batches(
             BatchStore(self._batch_store, files),
-            files,
             gateway_incarnation=self.incarnation,
             app_of=self._app_of,
             check_model=self._check_model,

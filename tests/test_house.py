@@ -27,18 +27,15 @@ LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 
 MANY_PARAMETERS = {
-    "cli/up.py:Up.__init__": 7,
     "decode_worker/engine_loop.py:decode_loop": 7,
     "decode_worker/scheduler.py:BatchScheduler.__init__": 7,
     "decode_worker/scheduler.py:BatchScheduler.add": 8,
-    "gateway/batches/runner.py:Batches.__init__": 8,
     "gateway/requests/acceptance.py:Acceptance.__init__": 9,
     "gateway/requests/lifecycle.py:Requests.__init__": 14,
     "services/cluster/files.py:FileStore.commit": 7,
     "services/cluster/registry.py:WorkerLease.__init__": 7,
     "services/engine/engine.py:_with_pool": 8,
     "services/engine/engine.py:load_engine": 13,
-    "services/runtime/rpc.py:make_server": 7,
 }
 MANY_POSITIONAL = {
     "cli": 12,

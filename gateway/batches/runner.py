@@ -31,7 +31,6 @@ from gateway.http.exchange import App
 from gateway.requests.fan_out import all_of
 from services.cluster.batch_scripts import Reply, Status
 from services.cluster.batches import Batch, BatchStore, Result, has_result
-from services.cluster.files import FileStore
 from services.runtime.errors import StoreUnavailable, Unauthenticated
 
 POLL_S = 1.0
@@ -74,17 +73,15 @@ class Batches:
     def __init__(
         self,
         store: BatchStore,
-        files: FileStore,
         *,
         gateway_incarnation: str,
         app_of: Callable[[str], App],
         check_model: Callable[[str, str | None], None],
         on_rows: Callable[[Outcome, int], None],
         num_rows: int,
-        poll_s: float = POLL_S,
     ) -> None:
         self.store = store
-        self.files = files
+        self.files = store.files
         self.app_of = app_of
         self.check_model = check_model
         self.on_rows = on_rows
@@ -92,7 +89,7 @@ class Batches:
         self.slots = asyncio.Semaphore(num_rows)
         """Shared by all batches; the task that has waited longest is next, so each batch gets as much as the others."""
         self._gateway_incarnation = gateway_incarnation
-        self._poll_s = poll_s
+        self._poll_s = POLL_S
         self.faults: Counter[str] = Counter()
         """The number of faults of this program, by batch."""
         self._runs: dict[str, BatchRun] = {}

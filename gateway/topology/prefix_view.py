@@ -59,13 +59,11 @@ class PrefixView:
         self,
         index: PrefixIndex,
         *,
-        look_interval_s: float = LOOK_INTERVAL_S,
         grace_s: float = GRACE_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.stats = ViewStats()
         self._index = index
-        self._look_interval_s = look_interval_s
         self._grace_s = grace_s
         self._clock = clock
         self._pages = _Pages(self.stats)
@@ -159,7 +157,7 @@ class PrefixView:
                 is_complete = await self.refresh()
             self._expire()
             is_swept = self._pages.sweep()
-            await asyncio.sleep(self._look_interval_s if is_complete and is_swept else BUSY_INTERVAL_S)
+            await asyncio.sleep(LOOK_INTERVAL_S if is_complete and is_swept else BUSY_INTERVAL_S)
 
     def _take(self, sighting: Sighting) -> None:
         worker = self._workers.get(sighting.worker_id)

@@ -127,7 +127,7 @@ class BatchStore:
 
     def __init__(self, store: Store, files: FileStore, *, lease_s: float = LEASE_S) -> None:
         self._keys = store.keys
-        self._files = files
+        self.files = files
         self.lease_s = lease_s
 
     async def create(self, batch_id: str, order: Order, *, output_id: str, error_id: str) -> Batch:
@@ -148,9 +148,9 @@ class BatchStore:
             output_id,
             error_id,
             round(BATCH_TTL_S),
-            *self._files.bounds,
+            *self.files.bounds,
         )
-        refusal, flat = await self._files.run(CREATE, args)
+        refusal, flat = await self.files.run(CREATE, args)
         if refusal == b"active":
             raise BatchRefused("active")
         if refusal:
@@ -159,19 +159,19 @@ class BatchStore:
 
     async def find(self, batch_id: str) -> Batch | None:
         """The batch, of whatever tenant."""
-        flat = await self._files.run(FIND, (batch_id,))
+        flat = await self.files.run(FIND, (batch_id,))
         return _batch(batch_id, fields_of(flat)) if flat else None
 
     async def page(self, tenant: str, *, after: str, limit: int) -> tuple[list[Batch], bool]:
         """Batches of a tenant, the newest first, after the one with the id `after`, and whether there are more."""
-        page = await self._files.read_page(
+        page = await self.files.read_page(
             self._keys.batches_prefix + tenant, self._keys.batch_prefix, after=after, limit=limit, newest_first=True
         )
         return [_batch(batch_id, fields) for batch_id, fields in page.entries], page.has_more
 
     async def cancel(self, batch_id: str, tenant: str) -> Reply:
         """Asks its owner to end it. REFUSED: it is nearly over, or over."""
-        return Reply((await self._files.run(CANCEL, (batch_id, tenant, *_BEFORE[Status.CANCELLING]))).decode())
+        return Reply((await self.files.run(CANCEL, (batch_id, tenant, *_BEFORE[Status.CANCELLING]))).decode())
 
     async def claim(
         self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = ()
@@ -181,7 +181,7 @@ class BatchStore:
         Batches of `full_tenants` are not taken.
         """
         tenants = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
-        answer = await self._files.run(CLAIM, (owner, round(self.lease_s * 1000), *tenants))
+        answer = await self.files.run(CLAIM, (owner, round(self.lease_s * 1000), *tenants))
         if not answer:
             return None
         batch_id, flat = answer
@@ -189,12 +189,12 @@ class BatchStore:
 
     async def renew(self, batch: Batch) -> Claim:
         """Keeps the claim for another `lease_s`."""
-        reply, status, is_expired = await self._files.run(RENEW, (batch.id, batch.claim, round(self.lease_s * 1000)))
+        reply, status, is_expired = await self.files.run(RENEW, (batch.id, batch.claim, round(self.lease_s * 1000)))
         return Claim(Reply(reply.decode()), Status(status.decode()) if status else None, bool(is_expired))
 
     async def release(self, batch: Batch) -> None:
         """Gives the batch up, for the next gateway that claims one."""
-        await self._files.run(RENEW, (batch.id, batch.claim, 0))
+        await self.files.run(RENEW, (batch.id, batch.claim, 0))
 
     async def advance(
         self,
@@ -212,12 +212,12 @@ class BatchStore:
         where the room does not suffice. Once the batch is over, its tenant can read its files.
         """
         total_said = -1 if total is None else total
-        args = (batch.id, batch.claim, status, outcome, total_said, errors, row_bytes, *self._files.bounds)
-        return Reply((await self._files.run(ADVANCE, (*args, *_BEFORE[status]))).decode())
+        args = (batch.id, batch.claim, status, outcome, total_said, errors, row_bytes, *self.files.bounds)
+        return Reply((await self.files.run(ADVANCE, (*args, *_BEFORE[status]))).decode())
 
     async def done_rows(self, batch: Batch) -> bytes:
         """Bit N (the highest of a byte first) says whether row N has a result. Empty before rows are counted."""
-        bits: bytes = await self._files.run(DONE_ROWS, (batch.id,))
+        bits: bytes = await self.files.run(DONE_ROWS, (batch.id,))
         return bits
 
     async def record(self, batch: Batch, results: Sequence[Result], *, beyond_room: bool = False) -> Reply:
@@ -228,8 +228,8 @@ class BatchStore:
         rows: list[str | bytes | int] = []
         for result in results:
             rows += [result.row, "error" if result.has_failed else "output", result.line]
-        args = (batch.id, batch.claim, int(beyond_room), CHUNK_BYTES, *self._files.bounds, *rows)
-        return Reply((await self._files.run(RECORD, args)).decode())
+        args = (batch.id, batch.claim, int(beyond_room), CHUNK_BYTES, *self.files.bounds, *rows)
+        return Reply((await self.files.run(RECORD, args)).decode())
 
 
 def has_result(bits: bytes, row: int) -> bool:

@@ -41,13 +41,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 class Server(_server.Server):
     """As `grpc.aio.server` makes it."""
 
-    def __init__(
-        self,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
-        options: Sequence[tuple[str, int]],
-        *,
-        maximum_concurrent_rpcs: int | None = None,
-    ) -> None:
+    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]) -> None:
         self._loop = cygrpc.get_working_loop()
         arguments = _server._augment_channel_arguments(options, None)
-        self._server = _Core(self._loop, None, (), list(interceptors), arguments, maximum_concurrent_rpcs)
+        self._server = _Core(self._loop, None, (), list(interceptors), arguments, None)

@@ -153,7 +153,7 @@ def stop_signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
+def die_with_parent() -> None:
     """Makes the kernel end this process with its parent, if TANDEM_DIE_WITH_PARENT asks for it.
 
     Its value is the parent's process id, or 1 for whichever parent there is now. Linux only; elsewhere nothing
@@ -163,7 +163,7 @@ def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
     wanted = os.environ.get(DIE_WITH_PARENT_ENV, "")
     if not wanted or not sys.platform.startswith("linux"):
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     is_orphan = os.getppid() != int(wanted) if wanted.isdigit() and wanted != "1" else os.getppid() == 1
     if is_orphan:

@@ -296,7 +296,6 @@ def make_server(
     *,
     profile: Profile = INTERNAL,
     with_reflection: bool = True,
-    max_concurrent_rpcs: int | None = None,
     incarnation: str = "",
     intake: Intake | None = None,
     max_connections: int | None = None,
@@ -325,7 +324,6 @@ def make_server(
             )
         ],
         list(options.items()),
-        maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     if guard is not None:
         membership_pb2_grpc.add_MembershipServicer_to_server(_Challenges(guard), cast(Any, server))
