@@ -304,7 +304,7 @@ class Sender:
         for first in range(0, num_pages, step):
             page_ids = range(first, min(first + step, num_pages))
             if isinstance(channel, DeviceSendChannel):
-                fill = functools.partial(self._device_pages.gather, page_ids, after=None)
+                fill = functools.partial(self._device_pages.gather, page_ids)
                 num_bytes = len(page_ids) * self._device_pages.page_bytes
                 channel.post(self._seq, num_bytes, fill, timeout_s=TIMEOUT_S)
             else:

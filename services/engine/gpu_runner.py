@@ -1,7 +1,7 @@
-"""Runs plans on a CUDA device: prompts as they come, decode rows by graphs, the next step ahead of being asked.
+"""Runs plans on a CUDA device: prompts and decode rows by graphs, the next step ahead of being asked.
 
 A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
-also where a chunk has one token; each token after a prompt is a row of a decode step. So a token comes from the same
+also where a chunk has one token, but by a graph where it is short; each token after a prompt is a row of a decode step. So a token comes from the same
 kernel however it was scheduled. A plan with both takes two passes over the weights. Proposals are rows of the same
 sequence at its next positions: each layer writes all rows' keys before any row reads them, so that what is chosen
 behind a proposal comes from the same kernels as in a step of its own.
@@ -34,11 +34,21 @@ import torch
 
 from services.engine.cache.pool import PagePool
 from services.engine.gpu.decoder import TritonDecoder
-from services.engine.gpu.graphs import MAX_ROWS, NO_FEED, Capture, DecodeGraphs, Launched, Row
+from services.engine.gpu.graphs import (
+    MAX_ROWS,
+    NO_FEED,
+    Capture,
+    DecodeGraphs,
+    GraphCapture,
+    Launched,
+    Row,
+    call_again,
+)
+from services.engine.gpu.prompt_graphs import MAX_TOKENS, PromptGraphs
 from services.engine.gpu.sampling_triton import NOTHING_CHOSEN
 from services.engine.model import Model
 from services.engine.noise import noise_key
-from services.engine.runner import ModelRunner, PreparedStep, accepted, check_plan, choose
+from services.engine.runner import ModelRunner, Packed, PreparedStep, accepted, check_plan, choose
 from services.engine.sampling import is_plain, sample
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
@@ -66,15 +76,26 @@ class GpuRunner(ModelRunner):
     lookahead_tokens = 1
 
     def __init__(
-        self, model: Model, pool: PagePool, *, max_rows: int = MAX_ROWS, capture: Capture | None = None
+        self,
+        model: Model,
+        pool: PagePool,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_prompt_tokens: int = MAX_TOKENS,
+        capture: Capture | None = None,
     ) -> None:
+        """Steps have graphs up to `max_rows` decode rows and `max_prompt_tokens` of prompts."""
         super().__init__(model, pool)
         if not isinstance(model.decoder, TritonDecoder):
             raise InvariantViolated("graphs need the decoder of a CUDA device")
         self._page_size = pool.layout.page_size
         self._context_tokens = model.config.context_length_tokens
+        if capture is None:
+            capture = GraphCapture(self._device) if self._device.type == "cuda" else call_again
+        decoder, rope = model.decoder, model.whole_rope()
         with self._on_device():
-            self._graphs = DecodeGraphs(model.decoder, pool, model.whole_rope(), max_rows=max_rows, capture=capture)
+            self._prompts = PromptGraphs(decoder, pool, rope, capture=capture, max_tokens=max_prompt_tokens)
+            self._graphs = DecodeGraphs(decoder, pool, rope, max_rows=max_rows, capture=capture)
         self._ahead: _Ahead | None = None
         self.num_launched_ahead = 0
         """Steps that were launched before anybody asked for them."""
@@ -104,6 +125,11 @@ class GpuRunner(ModelRunner):
             others = iter(super().compute(step.others).outcomes)
             decoded = iter(read_decoded())
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
+
+    def _logits(self, packed: Packed) -> torch.Tensor:
+        return self._prompts.forward(
+            self._model.step(packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices)
+        )
 
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
         """Has the device compute decode rows. A call of what it returns waits for their tokens; a chunk goes before."""

@@ -90,6 +90,20 @@ class Model:
     ) -> torch.Tensor:
         """One step: writes the tokens' keys and values into the pool and returns logits, float32 [rows, V].
 
+        The arguments are those of `step`, which raises InvariantViolated.
+        """
+        return self.decoder.forward(self.step(token_ids, positions, batch, pool_data, logits_indices))
+
+    def step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        pool_data: torch.Tensor,
+        logits_indices: torch.Tensor,
+    ) -> DecoderStep:
+        """Returns the inputs of a step as the decoder takes them.
+
         `token_ids` and `positions` are int64 [T] with T >= 1, `pool_data` is [N, H, L, 2, S, D] in the model's dtype,
         and `logits_indices` int64 names the packed tokens whose logits are wanted (none is allowed). All tensors are
         contiguous and on the model's device. A prompt's chunks may be of any size, and any chunks and decode rows may
@@ -101,7 +115,7 @@ class Model:
         if longest > self.config.context_length_tokens:
             raise InvariantViolated(f"a step reaches {longest} tokens, beyond the model's context")
         rope = self._rope.ensure(longest)
-        return self.decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
+        return DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
 
     def whole_rope(self) -> torch.Tensor:
         """Returns the rotary table [P, 2, D/2] of the whole context; from then on it stays where it is in memory."""

@@ -88,7 +88,7 @@ class ModelRunner:
         return [self._report(item) if item.sequence.reports_prompt else next(others) for item in items]
 
     def _outcomes(
-        self, items: list[StepItem], packed: _Packed | None
+        self, items: list[StepItem], packed: Packed | None
     ) -> list[SampledToken | SampledTokens | NonFiniteLogits | None]:
         if packed is None:
             return []
@@ -125,12 +125,12 @@ class ModelRunner:
             if sequence.num_computed_tokens == end:
                 return PromptTokens(told)
 
-    def _logits(self, packed: _Packed) -> torch.Tensor:
+    def _logits(self, packed: Packed) -> torch.Tensor:
         return self._model.forward(
             packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices
         )
 
-    def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> _Packed:
+    def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> Packed:
         """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
         if not wants_all and all(item.num_scheduled_tokens == 1 and item.is_sampled for item in items):
             return self._pack_next_tokens(items)
@@ -155,7 +155,7 @@ class ModelRunner:
         slot_mapping *= page_size
         slot_mapping += positions % page_size
         wanted = np.arange(num_tokens) if wants_all else _wanted_rows(items, query_start[1:])
-        return _Packed(
+        return Packed(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
             batch=AttentionBatch(
@@ -168,7 +168,7 @@ class ModelRunner:
             logits_indices=self._tensor(wanted),
         )
 
-    def _pack_next_tokens(self, items: list[StepItem]) -> _Packed:
+    def _pack_next_tokens(self, items: list[StepItem]) -> Packed:
         """Does this where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
         page_size = self._pool.layout.page_size
         token_ids, positions, slots, ends, query_start = [], [], [], [], [0]
@@ -185,7 +185,7 @@ class ModelRunner:
             query_start.append(len(token_ids))
         self._check_token_ids(min(token_ids), max(token_ids))
         longest = max(ends)
-        return _Packed(
+        return Packed(
             token_ids=self._filled("token_ids", token_ids, np.int64),
             positions=self._filled("positions", positions, np.int64),
             batch=AttentionBatch(
@@ -239,11 +239,11 @@ class PreparedStep:
     """A step that is ready to be computed; `packed` has all of its items but those that are reported, if any."""
 
     plan: StepPlan
-    packed: _Packed | None
+    packed: Packed | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class Packed:
     """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [rows whose logits are wanted]."""
 
     token_ids: torch.Tensor

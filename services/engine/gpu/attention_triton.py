@@ -130,13 +130,14 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, H * G, D] over one layer's pages [N, H, 2, S, D]; returns [T, H * G, D].
 
-    `query_start` [B+1], `context_lens` [B] and `page_tables` [B, max pages] are those of an AttentionBatch.
+    `query_start` [B+1], `context_lens` [B] and `page_tables` [B, max pages] are those of an AttentionBatch. Tokens
+    behind the last sequence are padding and give zeros.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = layer_data.shape[1], layer_data.shape[3]
     num_sequences = context_lens.shape[0]
     group = num_heads // num_kv_heads
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     block = prefill_block(q.dtype, group)
     queries = block.rows // group
     # This number of tiles is enough however the tokens are spread over the sequences; the device knows how they are.

@@ -5,7 +5,7 @@ tokens with the kernel of prompts, whatever their number, and `decode` one token
 rows, from tensors that may stay where they are, so that a CUDA graph can hold it. Neither asks the device for anything.
 
 Legend: T packed tokens, B sequences, N pages, H KV heads, L layers, S slots of a page, P positions, Hq query heads,
-D head_dim, V vocabulary.
+D head_dim, K hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -48,6 +48,11 @@ class TritonDecoder:
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        x, residual = self.hidden(step)
+        return self.logits(x, residual, step.logits_indices)
+
+    def hidden(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does all of `forward` before the logits: what the last block adds to the residual, and that, [T, K] each."""
         batch = step.batch
 
         def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
@@ -60,7 +65,7 @@ class TritonDecoder:
                 scale=self._scale,
             )
 
-        x, residual = self._layers(
+        return self._layers(
             F.embedding(step.token_ids, self._weights.embedding),
             positions=step.positions,
             slot_mapping=batch.slot_mapping,
@@ -68,7 +73,9 @@ class TritonDecoder:
             rope=step.rope,
             attend=attend,
         )
-        wanted = step.logits_indices
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, float32 [rows, V], of the tokens int64 [rows] of what `hidden` gave."""
         return self._logits(x[wanted], residual[wanted]).float()
 
     def decode(self, step: DecodeStep) -> torch.Tensor:

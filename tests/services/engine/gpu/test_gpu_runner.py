@@ -5,6 +5,7 @@ id is its key, and the next token follows from all keys in the pages. Only the l
 """
 
 import dataclasses
+import itertools
 import math
 
 import msgspec
@@ -19,6 +20,7 @@ from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row, buckets
 from services.engine.gpu_runner import GpuRunner
 from services.engine.model import Model, load_model
+from services.engine.reference.decoder import DecoderStep
 from services.engine.runner import ModelRunner
 from services.engine.sampling import sample
 from services.engine.steps.sequence import Sampling, Sequence
@@ -47,15 +49,19 @@ class ToyDecoder(TritonDecoder):
     def __init__(self, config):
         self.config = config
 
-    def forward(self, step):
+    def hidden(self, step):
         batch = step.batch
         self._write(step.token_ids, batch.slot_mapping, step.pool_data)
-        row_of = torch.repeat_interleave(torch.arange(len(batch.context_lens)), batch.query_start.diff())
-        wanted = [
-            toy_logits(self._read(batch.page_tables[row_of[at]], int(step.positions[at]) + 1, step.pool_data))
-            for at in step.logits_indices.tolist()
-        ]
-        return torch.stack(wanted) if wanted else torch.empty(0, VOCAB_SIZE)
+        ends = batch.query_start.tolist()
+        logits = torch.full((len(step.token_ids), VOCAB_SIZE), math.nan)  # of padding
+        for row, (start, end) in enumerate(itertools.pairwise(ends)):
+            for at in range(start, end):
+                keys = self._read(batch.page_tables[row], int(step.positions[at]) + 1, step.pool_data)
+                logits[at] = toy_logits(keys)
+        return logits, torch.zeros_like(logits)
+
+    def logits(self, x, residual, wanted):
+        return x[wanted]
 
     def decode(self, step):
         self._write(step.token_ids, step.slot_mapping, step.pool_data)
@@ -84,11 +90,9 @@ class ToyModel:
     def __init__(self, config):
         self.config, self.decoder, self.device = config, ToyDecoder(config), torch.device("cpu")
 
-    def forward(self, *args):
-        from services.engine.reference.decoder import DecoderStep
-
+    def step(self, *args):
         token_ids, positions, batch, pool_data, wanted = args
-        return self.decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, wanted, torch.empty(0)))
+        return DecoderStep(token_ids, positions, batch, pool_data, wanted, torch.empty(0))
 
     def whole_rope(self):
         return torch.empty(0)
@@ -97,7 +101,9 @@ class ToyModel:
 @pytest.fixture
 def parts(checkpoint):
     """The parts of a toy whose pool has 40 pages of 4 tokens, for at most 4 rows at a time."""
-    config = dataclasses.replace(load_config(checkpoint("llama-mha")), num_kv_heads=1, num_layers=1, head_dim=2)
+    config = dataclasses.replace(
+        load_config(checkpoint("llama-mha")), num_kv_heads=1, num_layers=1, head_dim=2, hidden_size=VOCAB_SIZE
+    )
     pool = PagePool(PageLayout(1, 1, 2, 4, torch.float32), 40)
     pool.data.fill_(-77)
     model = ToyModel(config)
@@ -142,10 +148,10 @@ def test_next_step_is_launched_before_tokens_are_read(parts, monkeypatch):
 
 def test_a_chunk_is_launched_before_the_tokens_of_decode_rows_beside_it_are_read(parts, monkeypatch):
     happened = []
-    launch, tokens, forward = DecodeGraphs.launch, graphs.Launched.tokens, ToyDecoder.forward
+    launch, tokens, hidden = DecodeGraphs.launch, graphs.Launched.tokens, ToyDecoder.hidden
     monkeypatch.setattr(DecodeGraphs, "launch", lambda *a: happened.append("launch") or launch(*a))
     monkeypatch.setattr(graphs.Launched, "tokens", lambda *a: happened.append("read") or tokens(*a))
-    monkeypatch.setattr(ToyDecoder, "forward", lambda *a: happened.append("chunk") or forward(*a))
+    monkeypatch.setattr(ToyDecoder, "hidden", lambda *a: happened.append("chunk") or hidden(*a))
     one, other = (Sequence(index, [index + 3, 4], sampling=SAMPLINGS[0]) for index in range(2))
     computed(parts, one)
     other.page_table = parts.allocator.allocate(5, state="used")
