@@ -5,7 +5,8 @@ shapes of Qwen3-0.6B and Llama-3.1-8B with random weights in bfloat16, each besi
 
 - a decode step through the engine's graphs, tokens chosen in it, 1, 32 and 128 rows with a context of 2,048: the limit
   is reading all weights and the rows' keys and values once at the copy's rate;
-- a prompt of 2,048 tokens: the limit is its multiplications at the matrix product's rate;
+- prompts of 128, 512 and 2,048 tokens through the engine's graphs: the limit is the greater of
+  their multiplications at the matrix product's rate and of reading all weights once at the copy's rate;
 - the paged attention of those decode rows alone: the limit is reading their keys and values at the copy's rate.
 
 Ratios are of the limit's time to ours: 1 is the limit. Medians of the repetitions; a step's time is between two events
@@ -30,8 +31,9 @@ import triton
 from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, split_starts
 from services.engine.gpu.decoder import TritonDecoder
-from services.engine.gpu.graphs import DecodeGraphs, Row
+from services.engine.gpu.graphs import DecodeGraphs, GraphCapture, Row, call_again
 from services.engine.gpu.matmul import forbid_split_k
+from services.engine.gpu.prompt_graphs import PromptGraphs
 from services.engine.reference.attention import AttentionBatch
 from services.engine.reference.decoder import DecoderStep
 from services.engine.reference.rope import RopeTable
@@ -127,7 +129,7 @@ class Work:
     device: torch.device
     batches: tuple[int, ...] = (1, 32, 128)
     context_tokens: int = 2048
-    prompt_tokens: int = 2048
+    prompts_tokens: tuple[int, ...] = (128, 512, 2048)
     repetitions: int = 30
     copy_bytes: int = 2 << 30
     matrix_size: int = 8192
@@ -215,15 +217,18 @@ def measure(shape: Shape, limits: Limits, work: Work) -> list[Result]:
     # A token further than the context: a step's own token is part of it.
     num_pages = work.context_tokens // PAGE_SIZE + 1
     layout = PageLayout(shape.layers, shape.kv_heads, shape.head_dim, PAGE_SIZE, DTYPE)
-    num_all_pages = max(num_pages * max(work.batches), work.prompt_tokens // PAGE_SIZE + 1)
+    num_all_pages = max(num_pages * max(work.batches), max(work.prompts_tokens) // PAGE_SIZE + 1)
     pool = PagePool(layout, num_all_pages, device=work.device)
     pool.data.normal_()
     order = torch.randperm(num_all_pages).tolist()
 
-    prompt = prompt_step(work, pool, rope, order)
-    seconds = work.seconds(lambda: decoder.forward(prompt))
-    limit_s = shape.prompt_operations(work.prompt_tokens) / limits.operations_per_s
-    note(f"prefill {work.prompt_tokens}", seconds, limit_s, AIMS["prefill"])
+    capture = GraphCapture(work.device) if work.device.type == "cuda" else call_again
+    prompts = PromptGraphs(decoder, pool, rope, capture=capture, max_tokens=max(work.prompts_tokens))
+    for num_tokens in work.prompts_tokens:
+        prompt = prompt_step(num_tokens, work.device, pool, rope, order)
+        seconds = work.seconds(functools.partial(prompts.forward, prompt))
+        computing_s = shape.prompt_operations(num_tokens) / limits.operations_per_s
+        note(f"prefill {num_tokens}", seconds, max(computing_s, shape.step_bytes / limits.bytes_per_s), AIMS["prefill"])
     for batch in work.batches:
         tables = [order[row * num_pages : (row + 1) * num_pages] for row in range(batch)]
         rows = [Row(1, work.context_tokens - 1, table, 1, 1.0, -math.inf) for table in tables]
@@ -269,9 +274,10 @@ def attention_seconds(shape: Shape, pool: PagePool, tables: list[list[int]], wor
     return work.seconds(graph.replay)
 
 
-def prompt_step(work: Work, pool: PagePool, rope: torch.Tensor, order: list[int]) -> DecoderStep:
+def prompt_step(
+    num_tokens: int, device: torch.device, pool: PagePool, rope: torch.Tensor, order: list[int]
+) -> DecoderStep:
     """A whole prompt in one chunk; the logits of its last token are wanted."""
-    num_tokens, device = work.prompt_tokens, work.device
     positions = torch.arange(num_tokens, device=device)
     table = torch.tensor(order[: -(-num_tokens // PAGE_SIZE)], device=device)
     batch = AttentionBatch(
@@ -296,7 +302,7 @@ def model_config(shape: Shape, work: Work) -> ModelConfig:
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        context_length_tokens=max(work.context_tokens, work.prompt_tokens),
+        context_length_tokens=max(work.context_tokens, *work.prompts_tokens),
         norm_eps=1e-5,
         rope_theta=500_000.0,
         rope_scaling=None,

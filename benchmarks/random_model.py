@@ -31,15 +31,20 @@ def make_served_model(folder: Path, dtype: str) -> Path:
     """A checkpoint with random weights and a tokenizer."""
     transformers.logging.disable_progress_bar()
     make_model(folder, dtype)
+    write_tokenizer(folder, VOCABULARY)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Writes a tokenizer for a model of this number of tokens."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*SPECIAL_TOKENS, *letters]
-    words += [f"w{number}" for number in range(VOCABULARY - len(words))]
+    words += [f"w{number}" for number in range(vocabulary - len(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def make_openvino_model(folder: Path, python: Path) -> Path:

@@ -26,7 +26,7 @@ from services.runtime.kinds import choice, comma_separated, host_name, integer, 
 from services.runtime.memory_limit import memory_limit
 from services.runtime.model_size import start_budget_s, weight_bytes
 from services.runtime.transports import TRANSPORTS
-from worker.nvml import open_gpu
+from worker.nvml import num_gpus, open_gpu
 
 MAX_CLOCK_OFFSET_S = 1.0
 PROCESS_BYTES = 384 << 20
@@ -111,11 +111,12 @@ def preflight(settings: PreflightSettings, *, model: Path | None, redis: str | N
 def _gpu_facts() -> list[GpuFacts]:
     """The facts of each GPU that NVML shows."""
     found: list[GpuFacts] = []
-    while (reader := open_gpu(len(found))) is not None:
-        try:
-            found.append(reader.read())
-        finally:
-            reader.close()
+    for index in range(num_gpus()):
+        if (reader := open_gpu(index)) is not None:
+            try:
+                found.append(reader.read())
+            finally:
+                reader.close()
     return found
 
 

@@ -45,6 +45,7 @@ class Nvml(types.ModuleType):
         self.counters = {2: 93.0, 3: 51.5, 5: 40.0, 10: 78.0}
         """By the number of the counter; one that is not there fails by itself."""
         self.answers = {
+            "nvmlDeviceGetCount": 2,
             "nvmlDeviceGetHandleByIndex": HANDLE,
             "nvmlDeviceGetHandleByUUID": HANDLE,
             "nvmlDeviceGetTemperatureV": 41,

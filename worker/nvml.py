@@ -48,6 +48,25 @@ def open_gpu(device: int | str, *, nvml: ModuleType | None = None) -> "GpuReader
     return GpuReader(nvml, handle)
 
 
+def num_gpus(*, nvml: ModuleType | None = None) -> int:
+    """Returns how many GPUs NVML shows; 0 without NVML. `nvml`: the module to use instead of the installed one."""
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return 0
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return 0
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError:
+        return 0
+    finally:
+        nvml.nvmlShutdown()
+
+
 class GpuReader:
     """Asks one GPU. Close it when done; one thread at a time."""
 

@@ -1,10 +1,10 @@
 """Runs plans on a CUDA device: prompts and decode rows by graphs, the next step ahead of being asked.
 
 A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
-also where a chunk has one token, but by a graph where it is short; each token after a prompt is a row of a decode step. So a token comes from the same
-kernel however it was scheduled. A plan with both takes two passes over the weights. Proposals are rows of the same
-sequence at its next positions: each layer writes all rows' keys before any row reads them, so that what is chosen
-behind a proposal comes from the same kernels as in a step of its own.
+also where a chunk has one token, but by a graph where it is short; each token after a prompt is a row of a decode step.
+So a token comes from the same kernel however it was scheduled. A plan with both takes two passes over the weights.
+Proposals are rows of the same sequence at its next positions: each layer writes all rows' keys before any row reads
+them, so that what is chosen behind a proposal comes from the same kernels as in a step of its own.
 
 Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
 rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of

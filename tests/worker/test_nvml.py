@@ -6,7 +6,7 @@ import pytest
 
 from services.runtime.gpu_facts import THROTTLE_REASONS, GpuFacts
 from tests.fake_nvml import EVENTS, HANDLE, LIBRARY_NOT_FOUND, LOST, NOT_FOUND, NOT_SUPPORTED, OWN, TIMEOUT, Nvml
-from worker.nvml import GOOD_READINGS, open_gpu
+from worker.nvml import GOOD_READINGS, num_gpus, open_gpu
 
 
 def test_everything_that_it_says():
@@ -123,3 +123,18 @@ def test_the_installed_package_has_the_names():
     for name in vars(Nvml):
         if name.startswith(("NVML_", "nvmlClocks", "nvmlEventType")):
             assert getattr(nvml, name) == getattr(Nvml, name), name
+
+
+def test_gpus_are_counted_and_not_tried_one_after_the_other():
+    nvml = Nvml()
+    assert num_gpus(nvml=nvml) == 2
+    assert nvml.num_open == 0
+    assert num_gpus(nvml=Nvml(nvmlInit=LIBRARY_NOT_FOUND)) == 0
+    lost = Nvml(nvmlDeviceGetCount=LOST)
+    assert num_gpus(nvml=lost) == 0
+    assert lost.num_open == 0
+
+
+def test_without_the_package_there_is_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert num_gpus() == 0

@@ -1,4 +1,4 @@
-"""Chunks of prompts by CUDA graphs: their inputs are copied to fixed memory, padded to a bucket of tokens, and replayed.
+"""Chunks of prompts by CUDA graphs: inputs are copied to fixed memory, padded to a bucket of tokens, and replayed.
 
 Launching the kernels of a chunk one by one costs the host more than computing them costs the device, up to a thousand
 tokens or so: on an H100, 16 tokens of a model of 0.6B parameters took 27 ms by launches and 1.3 ms by a graph

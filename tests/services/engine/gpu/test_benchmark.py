@@ -10,9 +10,16 @@ from benchmarks import gpu
 def test_every_figure_is_measured(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "STEPS_IN_A_ROW", 1)
     shape = gpu.Shape("tiny", 32, 32, 1, 2, 1, 16, 64, has_qk_norm=True)
-    work = gpu.Work(torch.device("cpu"), (1, 2), 17, 9, repetitions=1, copy_bytes=1 << 16, matrix_size=16)
+    work = gpu.Work(torch.device("cpu"), (1, 2), 17, (5, 9), repetitions=1, copy_bytes=1 << 16, matrix_size=16)
     results = gpu.measure(shape, gpu.measure_limits(work), work)
-    assert [one.what for one in results] == ["prefill 9", "decode 1", "attention 1", "decode 2", "attention 2"]
+    assert [one.what for one in results] == [
+        "prefill 5",
+        "prefill 9",
+        "decode 1",
+        "attention 1",
+        "decode 2",
+        "attention 2",
+    ]
     assert all(one.ratio > 0 for one in results)
     assert "of the limit (aim 0.85)" in capsys.readouterr().out
 
