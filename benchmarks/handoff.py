@@ -8,7 +8,7 @@ round, so that what else the machine does falls on all alike. `channel` is a tra
 the reservation, which is what follows the last computed chunk at worst.
 
 With `--device cuda` the pages are on a GPU (the second process's on the second GPU, if there is one), the channels
-`cuda_ipc` and `nccl` come first, and `memcpy` is a copy within the GPU. That has not been run by now.
+`cuda_ipc` and `nccl` come first, and `memcpy` is a copy within the GPU.
 """
 
 from __future__ import annotations

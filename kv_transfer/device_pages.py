@@ -4,8 +4,7 @@ The digest of a frame that never leaves the GPU cannot be xxh3, which a host com
 over all 64-bit words, each mixed with its place: sums do not depend on the order in which a GPU adds. It tells
 accidents apart with 2**-128 by chance; it is no protection against somebody who means to deceive, and neither is xxh3.
 
-On a CPU, where tests run device channels, the same is done in plain torch. No line that needs CUDA has run on a GPU
-by now; the kernels ran in Triton's interpreter.
+On a CPU, where tests run device channels, the same is done in plain torch.
 
 Shape legend: N pages, W 64-bit words of a page, P pages of a frame.
 """

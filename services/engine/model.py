@@ -92,12 +92,14 @@ class Model:
 
         The arguments are those of `step`, which raises InvariantViolated.
         """
-        return self.decoder.forward(self.step(token_ids, positions, batch, pool_data, logits_indices))
+        step = self.step(token_ids, positions, batch=batch, pool_data=pool_data, logits_indices=logits_indices)
+        return self.decoder.forward(step)
 
     def step(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
+        *,
         batch: AttentionBatch,
         pool_data: torch.Tensor,
         logits_indices: torch.Tensor,

@@ -2,8 +2,6 @@
 
 The memory lives as long as any process maps it: a peer that dies takes nothing away, where the older handles of CUDA's
 runtime promise no such thing. No torch here: an address and a size come out, with what CUDA array users ask for.
-
-No line of this file but the declarations, which a test compares with NVIDIA's header, has run on a GPU by now.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A GPU's memory that several processes map, as tensors.
-
-No line of this file has run on a GPU by now.
-"""
+"""A GPU's memory that several processes map, as tensors."""
 
 import os
 

@@ -90,9 +90,8 @@ class ToyModel:
     def __init__(self, config):
         self.config, self.decoder, self.device = config, ToyDecoder(config), torch.device("cpu")
 
-    def step(self, *args):
-        token_ids, positions, batch, pool_data, wanted = args
-        return DecoderStep(token_ids, positions, batch, pool_data, wanted, torch.empty(0))
+    def step(self, token_ids, positions, *, batch, pool_data, logits_indices):
+        return DecoderStep(token_ids, positions, batch, pool_data, logits_indices, torch.empty(0))
 
     def whole_rope(self):
         return torch.empty(0)

@@ -14,7 +14,7 @@ from tests.services.engine.gpu.test_gpu_runner import triton_model
 PAGE_SIZE = 16
 NUM_PAGES = 24
 CHUNKS = {"the rest of a prompt": [(20, 3)], "several prompts": [(0, 5), (33, 4), (0, 1), (17, 2)]}
-"""Of each sequence: tokens that it had before, and new ones."""
+"""For each sequence: the tokens that it had before, and the new ones."""
 
 
 @pytest.fixture
