@@ -8,6 +8,8 @@ PYTEST := $(PYTHON_IN) -m pytest
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Test processes at a time. Most tests wait for sockets and processes more than they compute: four keep two cores busy.
 TEST_WORKERS ?= 4
+# Bytecode is kept, whatever the environment says: the tests start hundreds of processes, and each would compile all sources.
+TEST_ENV := $(NO_GPU) PYTHONDONTWRITEBYTECODE=
 BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
 # What needs vLLM, or is about it.
 VLLM_TESTS ?= tests/worker/vllm tests/vllm
@@ -47,10 +49,10 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
-	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
+	$(TEST_ENV) $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
-	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not deploy" $(ARGS)
+	$(TEST_ENV) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not deploy" $(ARGS)
 
 compat: install-dev ## other people's clients and suites against one `tandem up`, and the proxies of docs/proxies.md; needs npm, nginx, haproxy and caddy (ARGS: names and flags; --help lists them)
 	@$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/compat
