@@ -4,6 +4,7 @@ Knows no engine, no model and no role.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ SERVER_GRACE_S = 1.0
 PUBLISH_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.25
 CONFIRM_INTERVAL_S = 0.05
+FIRST_SESSION_S = 3.0
+"""How long a new worker waits for its first gateway before it counts as ready: a gateway that looks takes a second."""
 
 SWITCH_INTERVAL_S = 1e-4
 """How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
@@ -120,7 +123,9 @@ async def serve_until_drained(
 ) -> None:
     """A worker's life: ready, until `stop` or DrainWorker, then draining until nothing is left, then gone.
 
-    It is ready once Redis has its record, without which no gateway finds it; losing Redis later changes nothing.
+    It is ready once Redis has its record, without which no gateway finds it, and a gateway has found it; where none
+    comes within FIRST_SESSION_S, without. So an update that takes the next worker down when this one is
+    ready leaves gateways one that they know. Losing Redis or a gateway later changes nothing.
     After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
     are closed when this returns or raises. Raises the worker's own failure.
     """
@@ -130,7 +135,7 @@ async def serve_until_drained(
     try:
         _publish(lease, WorkerState.READY)
         ends = (stop.wait, worker.drain_requested.wait)
-        await _first_of(worker, background, _published(lease), *(end() for end in ends))
+        await _first_of(worker, background, _found(worker, lease), *(end() for end in ends))
         if not stop.is_set() and not worker.drain_requested.is_set():
             await server.set_serving(True)
             service_manager.tell_ready("ready")
@@ -153,10 +158,15 @@ async def serve_until_drained(
         worker.failed.result()
 
 
-async def _published(lease: WorkerLease | None) -> None:
-    """Returns when gateways can find this worker as a ready one."""
-    while lease is not None and lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
+async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
+    """Returns when a gateway has found this worker as a ready one, or when none is there to find it."""
+    if lease is None:
+        return  # gateways are told of it in other ways, and when they like
+    while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
         await asyncio.sleep(CONFIRM_INTERVAL_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_SESSION_S):
+            await worker.sessions.first.wait()
 
 
 async def _publish_load(worker: EngineWorker[Any], lease: WorkerLease) -> None:

@@ -187,6 +187,8 @@ class SessionServer:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._sessions: dict[str, Session] = {}
+        self.first = asyncio.Event()
+        """Set once a gateway has opened a session."""
         self._session_ids = itertools.count(1)
 
     @property
@@ -259,6 +261,7 @@ class SessionServer:
             raise Overloaded(f"this worker serves no more than {self._limits.max_sessions} gateways")
         session = Session(next(self._session_ids), hello.gateway_incarnation)
         self._sessions[session.gateway_incarnation] = session
+        self.first.set()
         return session
 
     async def _hello(self, commands: AsyncIterator[Any]) -> worker_pb2.SessionHello:

@@ -10,6 +10,11 @@ from worker import host as worker_host
 from worker.metrics import Load
 
 
+class FakeSessions:
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+
+
 class FakeWorker:
     def __init__(self) -> None:
         self.drain_requested = asyncio.Event()
@@ -20,6 +25,8 @@ class FakeWorker:
         self.is_stuck = False
         self.may_close = asyncio.Event()
         self.may_close.set()
+        self.sessions = FakeSessions()
+        self.sessions.first.set()
 
     def check_engine(self, elapsed_s: float) -> None:
         self.looks.append(elapsed_s)
@@ -106,6 +113,27 @@ async def test_a_worker_that_no_gateway_can_find_is_not_ready(how: str) -> None:
     worker.idle.set()
     await life
     assert server.calls == ([True] if how == "found" else []) + [False, "stop"]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_worker_is_ready_when_a_gateway_has_found_it_or_none_comes(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_host, "FIRST_SESSION_S", 60.0 if comes else 0.1)
+    worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
+    worker.sessions.first.clear()
+    life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
+    await asyncio.sleep(0.02)
+    assert (lease.states, server.calls) == (["ready"], [])
+    if comes:
+        worker.sessions.first.set()
+    async with asyncio.timeout(10):
+        while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.001)
+    assert server.calls == [True]
+    stop.set()
+    worker.idle.set()
+    await life
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
