@@ -20,7 +20,7 @@ from tandem_client.errors import BrokenCall, ClientClosed, DeadlineExceeded, Fai
 from tandem_client.orders import AnswerOrder, AnswerParts, Method, Order, ResponseT, Route
 from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 from tandem_client.retries import Course, Naming, RetryBudget, RetryPolicy
-from tandem_client.values import Answer, Delta, ModelInfo, Request, Topology
+from tandem_client.values import Answer, Chat, ChatDelta, ChatRequest, Delta, ModelInfo, Request, Topology
 
 ItemT = TypeVar("ItemT")
 
@@ -118,6 +118,25 @@ class Client:
         parts = AnswerParts()
         parts.add(messages.delta_of(response))
         return parts.answer(response.request_id, *orders.model_told(exchange.initial_metadata))
+
+    def stream_chat(
+        self, request: ChatRequest, *, timeout_s: float | None = None, metadata: Mapping[str, str | bytes] | None = None
+    ) -> "Stream[ChatDelta]":
+        """The answers to a conversation as they are generated. Nothing is sent before the first part is asked for."""
+        order = orders.chat_order(request, self._metadata_with(metadata), self._route())
+        return Stream(self, order, self._timeout(timeout_s))
+
+    def chat(
+        self, request: ChatRequest, *, timeout_s: float | None = None, metadata: Mapping[str, str | bytes] | None = None
+    ) -> Chat:
+        """The whole answers to a conversation."""
+        message = messages.chat_request(request)
+        sent = (*self._metadata_with(metadata), *orders.request_metadata(request))
+        exchange = _Exchange(self, self._timeout(timeout_s), sent)
+        # What broke off cannot be resumed as a conversation; with a key it is asked for again.
+        course = self._route().course(Naming.KEY if request.idempotency_key else Naming.NONE)
+        response = exchange.unary(orders.CHAT_UNARY, message, course)
+        return orders.chat_of(response, exchange.initial_metadata)
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Every name of every served model that the API key allows."""

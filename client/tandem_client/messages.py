@@ -4,17 +4,24 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tandem_client.errors import InvalidRequest
+from tandem_client.errors import InvalidRequest, ServerError
 from tandem_client.protos import cluster_pb2, inference_pb2
 from tandem_client.values import (
+    Asked,
+    ChatDelta,
+    ChatRequest,
+    Choice,
     Delta,
     FinishReason,
     GoneWorker,
     GpuHealth,
+    Message,
     ModelInfo,
     Pages,
     Request,
     TokenLogprobs,
+    Tool,
+    ToolCall,
     TopLogprob,
     Topology,
     Trouble,
@@ -28,28 +35,18 @@ _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    inference_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 _UNFIT = (TypeError, ValueError, OverflowError)
 """What protobuf raises for a value that a field cannot hold."""
+_SHARED = ("request_id", "model", "priority", "tenant", "service_class", "cache_salt")
 _SAMPLING = tuple(field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.name != "stop")
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
     """The message. Raises InvalidRequest for a value that it cannot hold; what it can hold, the server judges."""
     try:
-        given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
-        sampling = inference_pb2.SamplingParams(stop=_texts(request.stop), **given)
-        message = inference_pb2.GenerateRequest(
-            request_id=request.request_id,
-            model=request.model,
-            sampling=sampling,
-            priority=request.priority,
-            tenant=request.tenant,
-            service_class=request.service_class,
-            cache_salt=request.cache_salt,
-        )
-        if request.json_schema is not None:
-            message.response_format.json_schema = _schema_text(request.json_schema)
+        message = inference_pb2.GenerateRequest(**_asked(request))
         if isinstance(request.prompt, str):
             message.text = request.prompt
         else:
@@ -58,6 +55,61 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
     except _UNFIT as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     return message
+
+
+def chat_request(request: ChatRequest) -> inference_pb2.ChatRequest:
+    """The message. Raises InvalidRequest for a value that it cannot hold; what it can hold, the server judges."""
+    try:
+        return inference_pb2.ChatRequest(
+            **_asked(request),
+            messages=map(_message, request.messages),
+            tools=map(_tool, request.tools),
+            tool_choice=_tool_choice(request.tool_choice),
+            parallel_tool_calls=request.parallel_tool_calls,
+            num_choices=request.num_choices,
+            chat_template_kwargs={name: _json(value) for name, value in request.chat_template_kwargs.items()},
+            continue_final_message=request.continue_final_message,
+        )
+    except _UNFIT as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+
+
+def _asked(request: Asked) -> dict[str, Any]:
+    """What both kinds of requests have in common, by the names of their messages' fields."""
+    given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+    fields = {name: getattr(request, name) for name in _SHARED}
+    fields["sampling"] = inference_pb2.SamplingParams(stop=_texts(request.stop), **given)
+    if request.json_schema is not None:
+        fields["response_format"] = inference_pb2.ResponseFormat(json_schema=_schema_text(request.json_schema))
+    return fields
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments, index=call.index)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _tool(tool: Tool) -> inference_pb2.Tool:
+    parameters = "" if tool.parameters is None else _schema_text(tool.parameters)
+    return inference_pb2.Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
+
+
+def _tool_choice(choice: str) -> inference_pb2.ToolChoice | None:
+    modes = {"none": inference_pb2.ToolChoice.MODE_NONE, "required": inference_pb2.ToolChoice.MODE_REQUIRED}
+    if choice == "auto":
+        return None
+    if choice in modes:
+        return inference_pb2.ToolChoice(mode=modes[choice])
+    return inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, name=choice)
 
 
 def tokenize_request(text: str, *, model: str, without_special_tokens: bool) -> inference_pb2.TokenizeRequest:
@@ -81,7 +133,11 @@ def detokenize_request(
 
 
 def _schema_text(schema: Mapping[str, Any] | str) -> str:
-    return schema if isinstance(schema, str) else json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+    return schema if isinstance(schema, str) else _json(dict(schema))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _texts(texts: Iterable[str]) -> list[str]:
@@ -99,11 +155,45 @@ def delta_of(message: inference_pb2.GenerateResponse) -> Delta:
         first_index=message.first_index,
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
-        finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
-        if message.finish_reason
-        else None,
+        finish_reason=_finish_reason(message.finish_reason),
         usage=_usage(message.usage) if message.HasField("usage") else None,
     )
+
+
+def chat_delta_of(message: inference_pb2.ChatResponse) -> ChatDelta:
+    """A part of one answer to a conversation."""
+    return ChatDelta(
+        choice=message.choice,
+        message=_message_of(message.delta),
+        token_ids=tuple(message.token_ids),
+        logprobs=_logprobs(message.logprobs),
+        finish_reason=_finish_reason(message.finish_reason),
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def choice_of(message: inference_pb2.ChatResponse) -> Choice:
+    """A whole answer to a conversation. Raises ServerError where it does not say that it is whole."""
+    delta = chat_delta_of(message)
+    if delta.finish_reason is None:
+        raise ServerError("the server sent an answer without its end")
+    return Choice(delta.message, delta.token_ids, delta.logprobs, delta.finish_reason, delta.usage)
+
+
+def _message_of(message: inference_pb2.ChatMessage) -> Message:
+    return Message(
+        # A part that does not begin an answer names nobody.
+        role=message.role or "assistant",
+        content=message.content,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+        tool_calls=tuple(ToolCall(call.name, call.arguments, call.id, call.index) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _finish_reason(reason: int) -> FinishReason | None:
+    return _FINISH_REASONS.get(reason, FinishReason.UNKNOWN) if reason else None
 
 
 def _logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -10,10 +10,28 @@ from google.protobuf.message import Message
 
 from tandem_client.connections import Metadata, checked_text
 from tandem_client.errors import Failure, InvalidRequest, ServerError, Unavailable
-from tandem_client.messages import delta_of, generate_request, topology_of
+from tandem_client.messages import (
+    chat_delta_of,
+    chat_request,
+    choice_of,
+    delta_of,
+    generate_request,
+    topology_of,
+)
 from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 from tandem_client.retries import Course, Naming, RetryBudget, RetryPolicy
-from tandem_client.values import Answer, Delta, FinishReason, Request, TokenLogprobs, Topology
+from tandem_client.values import (
+    Answer,
+    Asked,
+    Chat,
+    ChatDelta,
+    ChatRequest,
+    Delta,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+    Topology,
+)
 
 ItemT = TypeVar("ItemT")
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -30,6 +48,8 @@ class Method(Generic[ResponseT]):
 GENERATE = Method("/tandem.v1.Inference/Generate", inference_pb2.GenerateResponse.FromString)
 RESUME = Method("/tandem.v1.Inference/Resume", inference_pb2.GenerateResponse.FromString)
 GENERATE_UNARY = Method("/tandem.v1.Inference/GenerateUnary", inference_pb2.GenerateResponse.FromString)
+CHAT = Method("/tandem.v1.Inference/Chat", inference_pb2.ChatResponse.FromString)
+CHAT_UNARY = Method("/tandem.v1.Inference/ChatUnary", inference_pb2.ChatUnaryResponse.FromString)
 LIST_MODELS = Method("/tandem.v1.Inference/ListModels", inference_pb2.ListModelsResponse.FromString)
 TOKENIZE = Method("/tandem.v1.Inference/Tokenize", inference_pb2.TokenizeResponse.FromString)
 DETOKENIZE = Method("/tandem.v1.Inference/Detokenize", inference_pb2.DetokenizeResponse.FromString)
@@ -131,6 +151,42 @@ class AnswerOrder(Order[Delta]):
 
 
 @dataclass
+class ChatOrder(Order[ChatDelta]):
+    """The answers to a conversation, whose parts come once: what breaks after the first of them is an error."""
+
+    request: inference_pb2.ChatRequest
+    metadata: Metadata
+    course: Course
+    request_id: str = ""
+    """Empty until it is known."""
+    model: str = ""
+    fallback: str = ""
+    is_complete: bool = field(default=False, init=False)
+    num_open: int = field(init=False)
+    """Answers whose last part has not come."""
+
+    def __post_init__(self) -> None:
+        self.num_open = self.request.num_choices or 1
+
+    def next_call(self) -> tuple[Method[Any], Message]:
+        """`Chat`."""
+        return CHAT, self.request
+
+    def take(self, message: inference_pb2.ChatResponse) -> ChatDelta:
+        """Returns the delta, and notes whether it is the last one."""
+        self.course.made_progress()
+        self.request_id = message.request_id or self.request_id
+        delta = chat_delta_of(message)
+        self.num_open -= delta.finish_reason is not None
+        self.is_complete = self.num_open == 0
+        return delta
+
+    def told(self, initial_metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Which model answers, and in whose place."""
+        self.model, self.fallback = model_told(initial_metadata)
+
+
+@dataclass
 class TopologyOrder(Order[Topology]):
     """A cluster's topology and its changes; never complete."""
 
@@ -148,7 +204,7 @@ class TopologyOrder(Order[Topology]):
         return topology_of(message)
 
 
-def naming_of(request: Request) -> Naming:
+def naming_of(request: Asked) -> Naming:
     """What makes the request safe to send again."""
     if request.idempotency_key:
         return Naming.KEY
@@ -162,6 +218,18 @@ def answer_order(request: Request, metadata: Metadata, route: Route) -> AnswerOr
     return AnswerOrder(message, request.request_id, request.tenant, sent, route.course(naming_of(request)))
 
 
+def chat_order(request: ChatRequest, metadata: Metadata, route: Route) -> ChatOrder:
+    """A new conversation's answers. Raises InvalidRequest for what cannot be sent."""
+    sent = (*metadata, *request_metadata(request))
+    return ChatOrder(chat_request(request), sent, route.course())
+
+
+def chat_of(response: inference_pb2.ChatUnaryResponse, told: Iterable[tuple[str, str | bytes]] | None) -> Chat:
+    """All answers to a conversation, with what the server told before them. Raises ServerError."""
+    model, fallback = model_told(told)
+    return Chat(response.request_id, tuple(map(choice_of, response.choices)), model, fallback)
+
+
 def resume_order(request_id: str, next_index: int, tenant: str, metadata: Metadata, route: Route) -> AnswerOrder:
     """The rest of a generation that was begun before, perhaps by another process. Raises InvalidRequest."""
     if not 0 <= next_index < 2**32:
@@ -170,7 +238,7 @@ def resume_order(request_id: str, next_index: int, tenant: str, metadata: Metada
     return AnswerOrder(None, request_id, tenant, metadata, course)
 
 
-def request_metadata(request: Request) -> Metadata:
+def request_metadata(request: Asked) -> Metadata:
     """What of a request travels beside its message."""
     pairs: list[tuple[str, str | bytes]] = []
     if request.idempotency_key:

@@ -19,20 +19,16 @@ class FinishReason(enum.StrEnum):
     """max_tokens, or the model's context is full."""
     CANCELLED = "cancelled"
     """It was cancelled."""
+    TOOL_CALLS = "tool_calls"
+    """The answer calls functions. Only of conversations."""
     UNKNOWN = "unknown"
     """A reason of a server that is newer than this client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One generation. Only the prompt must be given, by place: text, or token ids.
+class Asked:
+    """What a request for a text and one for a conversation have in common."""
 
-    A request with a name, which is its `idempotency_key` or its `request_id`, continues at the next token when its
-    connection breaks, also on another gateway. With the key it can also be sent again later: it is computed once.
-    """
-
-    prompt: str | Sequence[int] = field(kw_only=False)
-    """Text, encoded with the model's tokenizer; or token ids, used as they are."""
     model: str = ""
     """Name of a served model; may be left out where only one is served."""
     idempotency_key: str = ""
@@ -90,6 +86,82 @@ class Request:
     json_schema: Mapping[str, Any] | str | None = None
     """The answer is JSON that keeps to this schema, a mapping or JSON text; {"type": "object"} is any object. Any text
     if None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Asked):
+    """One generation. Only the prompt must be given, by place: text, or token ids.
+
+    A request with a name, which is its `idempotency_key` or its `request_id`, continues at the next token when its
+    connection breaks, also on another gateway. With the key it can also be sent again later: it is computed once.
+    """
+
+    prompt: str | Sequence[int]
+    """Text, encoded with the model's tokenizer; or token ids, used as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function. In a stream the first part of a call has id and name, and `arguments` are continued."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    id: str = ""
+    index: int = 0
+    """Its number in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, or what is added to one."""
+
+    role: str
+    """system, developer, user, assistant or tool."""
+    content: str = ""
+    name: str = ""
+    """Name of its author; empty: none."""
+    reasoning_content: str = ""
+    """What an assistant thought before it answered."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that an assistant made."""
+    tool_call_id: str = ""
+    """In a tool's message: the id of the call that it answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | str | None = None
+    """A JSON schema of its arguments, a mapping or JSON text; None: it takes none."""
+    strict: bool = False
+    """The arguments keep to `parameters` in any call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest(Asked):
+    """One conversation to answer. Only the messages must be given, by place.
+
+    With an `idempotency_key`, it can be sent again: it is computed once. Its stream cannot be resumed as a
+    conversation: `resume` gives the rest of a single answer as text.
+    """
+
+    messages: Sequence[Message]
+    """The conversation, which the model's chat template writes. At least one."""
+    tools: Sequence[Tool] = field(default=(), kw_only=True)
+    tool_choice: str = field(default="auto", kw_only=True)
+    """auto: the model decides; none: no call; required: at least one; any other: the function of this name."""
+    parallel_tool_calls: bool | None = field(default=None, kw_only=True)
+    """Whether an answer may have several calls; None: it may."""
+    num_choices: int = field(default=1, kw_only=True)
+    """Answers, 1 to 16."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """Variables of the chat template, such as `enable_thinking`, with values that JSON has."""
+    continue_final_message: bool = field(default=False, kw_only=True)
+    """The answer continues the last message, an assistant's, whose text does not come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +231,55 @@ class Answer:
     def json(self) -> Any:
         """The value of the text. Raises ValueError where it is no JSON, as when `max_tokens` cut it off."""
         return json.loads(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """The next part of one answer to a conversation."""
+
+    choice: int
+    """The answer that it belongs to, from 0."""
+    message: Message
+    """What is added to the answer."""
+    token_ids: tuple[int, ...]
+    """New tokens, of which some may not be shown yet."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token id if they were asked for, else none."""
+    finish_reason: FinishReason | None
+    """Set on the last delta of its answer only, like `usage`."""
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole answer to a conversation."""
+
+    message: Message
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage | None
+
+    def json(self) -> Any:
+        """The value of the text. Raises ValueError where it is no JSON, as when `max_tokens` cut it off."""
+        return json.loads(self.message.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """All answers to a conversation."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    model: str
+    """The one that really answered, by its own name."""
+    fallback: str
+    """In whose place it answered and why; empty if it was the one asked for."""
+
+    @property
+    def message(self) -> Message:
+        """The first answer, as it can stand in the conversation's next request."""
+        return self.choices[0].message
 
 
 @dataclass(frozen=True, slots=True)

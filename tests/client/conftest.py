@@ -103,6 +103,13 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
     async def GenerateUnary(self, request: Any, context: Context) -> Any:
         return await self._one("GenerateUnary", request, context)
 
+    async def Chat(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        async for message in self._play("Chat", request, context):
+            yield message
+
+    async def ChatUnary(self, request: Any, context: Context) -> Any:
+        return await self._one("ChatUnary", request, context)
+
     async def Tokenize(self, request: Any, context: Context) -> Any:
         return await self._one("Tokenize", request, context)
 
