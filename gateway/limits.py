@@ -299,7 +299,9 @@ def _check_num_chars(num_chars: int, max_chars: int, field_name: str) -> None:
     """Checks a text before it is tokenized, so that an endless one costs nothing."""
     if num_chars > max_chars:
         raise InvalidRequest(
-            f"{field_name} has {num_chars} characters; more than {max_chars} cannot fit into the model's context",
+            # In words that LiteLLM looks for, which does not see the code.
+            f"{field_name} has {num_chars} characters and is longer than the model's context length: "
+            f"at most {max_chars} can fit",
             field=field_name,
             code="context_length_exceeded",
         )

@@ -70,7 +70,7 @@ def chat_request(request: ChatRequest) -> inference_pb2.ChatRequest:
             chat_template_kwargs={name: _json(value) for name, value in request.chat_template_kwargs.items()},
             continue_final_message=request.continue_final_message,
         )
-    except _UNFIT as error:
+    except (*_UNFIT, AttributeError) as error:  # where something else stands in place of a Message or a Tool
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
 
 
@@ -192,7 +192,7 @@ def _message_of(message: inference_pb2.ChatMessage) -> Message:
     )
 
 
-def _finish_reason(reason: int) -> FinishReason | None:
+def _finish_reason(reason: "inference_pb2.FinishReason.ValueType") -> FinishReason | None:
     return _FINISH_REASONS.get(reason, FinishReason.UNKNOWN) if reason else None
 
 

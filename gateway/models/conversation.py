@@ -42,8 +42,8 @@ def check_conversation(
         call_ids.update(call["id"] for call in checked[number].get("tool_calls", ()) if "id" in call)
     if num_chars > max_chars:
         raise InvalidRequest(
-            f"messages and tools have {num_chars} characters; "
-            f"more than {max_chars} cannot fit into the model's context",
+            f"messages and tools have {num_chars} characters: the text is longer than the model's context length: "
+            f"at most {max_chars} can fit",
             field="messages",
             code="context_length_exceeded",
         )

@@ -209,7 +209,7 @@ class InThread:
         attribute = getattr(self._inner, "close" if name == "aclose" else name)
         if not callable(attribute):
             return attribute
-        if name in ("stream", "resume", "watch_topology"):
+        if name in ("stream", "stream_chat", "resume", "watch_topology"):
             return lambda *arguments, **options: InThread(attribute(*arguments, **options))
         return lambda *arguments, **options: asyncio.to_thread(attribute, *arguments, **options)
 

@@ -71,7 +71,7 @@ def pytest_client(script: str, package: str, *packages: str) -> Run:
         python = _python(folder, package, *packages)
         for name in ("checks.py", script):
             (folder / name).write_text((CLIENTS / name).read_text())
-        (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+        (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_test_loop_scope = session\n")
         checks = _tested(python, folder, [script, "-c", "pytest.ini"], environment)
         version = _do([python, "-c", f"import importlib.metadata as m; print(m.version('{package}'))"], folder)
         return Findings(version.strip(), checks)
@@ -177,7 +177,7 @@ PROGRAMS: Mapping[str, Program] = {
     "codex": Program("OpenAI's Codex CLI", "openai_base_url", node_client("codex_cli.py", "@openai/codex"), LONG_MODEL),
     "langchain": Program(
         "LangChain's standard tests, with ChatOpenAI",
-        "base_url",
+        "base_url; stream_usage for usage in streams",
         pytest_client("langchain_standard.py", "langchain-tests", "langchain-openai"),
     ),
     "litellm": Program(

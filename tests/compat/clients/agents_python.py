@@ -34,7 +34,8 @@ def chats():
 
 
 WAYS = {"responses": lambda: MODEL, "chats": chats}
-SETTINGS = {"temperature": 0}
+# The demo model would call without end where it must call.
+SETTINGS = {"temperature": 0, "parallel_tool_calls": False}
 
 
 def agent_of(way, *, choice=None, **members):

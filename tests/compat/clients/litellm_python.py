@@ -22,7 +22,6 @@ WAYS = {
     "openai": f"{URL}/v1",
     "hosted_vllm": f"{URL}/v1",
     "litellm_proxy": f"{URL}/v1",
-    "openai_like": f"{URL}/v1",
     "llamafile": f"{URL}/v1",
     "lm_studio": f"{URL}/v1",
     "anthropic": URL,

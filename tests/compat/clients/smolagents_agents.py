@@ -41,8 +41,8 @@ def calls_nothing_set():
 
 @check("the agent that calls tools")
 def calls():
-    for step in run(ToolCallingAgent(tools=[weather], model=short, max_steps=3, verbosity_level=0)):
-        assert step.model_output_message.tool_calls, step.error
+    steps = run(ToolCallingAgent(tools=[weather], model=short, max_steps=3, verbosity_level=0))
+    assert steps[0].model_output_message.tool_calls, steps[0].error
 
 
 @check("the agent that calls tools, streamed")
