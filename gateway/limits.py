@@ -237,7 +237,7 @@ def check_name(name: str, *, field_name: str) -> None:
     """Checks the name of a request or a tenant: 1 to 64 characters of [A-Za-z0-9_.:-]."""
     if _NAME.fullmatch(name) is None:
         rule = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.:-]"
-        raise InvalidRequest(f"{field_name} must be {rule}", field=field_name)
+        raise InvalidRequest(f"{field_name} must be {rule}", field=field_name, rule=f"must be {rule}")
 
 
 def check_idempotency_key(key: str) -> None:
@@ -276,7 +276,9 @@ def check_service_class(name: str) -> None:
     """Checks that a class is one of SERVICE_CLASSES."""
     if name not in SERVICE_CLASSES:
         rule = f"one of {', '.join(SERVICE_CLASSES)}"
-        raise InvalidRequest(f"service_class must be {rule}", field="service_class", code="invalid_value")
+        raise InvalidRequest(
+            f"service_class must be {rule}", field="service_class", code="invalid_value", rule=f"must be {rule}"
+        )
 
 
 def check_affinity_key(key: str, *, field_name: str) -> None:
@@ -304,6 +306,7 @@ def _check_num_chars(num_chars: int, max_chars: int, field_name: str) -> None:
             f"at most {max_chars} can fit",
             field=field_name,
             code="context_length_exceeded",
+            rule=f"at most {max_chars} characters",
         )
 
 
@@ -331,7 +334,11 @@ def _check_logit_bias(biases: Mapping[Any, Any], limits: ModelLimits, field_name
 
 def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, most: int) -> None:
     if len(values) > most:
-        raise InvalidRequest(f"{field_name} has {len(values)} entries; the most is {most}", field=field_name)
+        raise InvalidRequest(
+            f"{field_name} has {len(values)} entries; the most is {most}",
+            field=field_name,
+            rule=f"at most {most} entries",
+        )
 
 
 def _checked_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -387,4 +394,5 @@ def _context_length_exceeded(
         f"{num_prompt_tokens} and at least {max_tokens} were asked for. Shorten the prompt or lower max_tokens.",
         field=field_name,
         code="context_length_exceeded",
+        rule=f"prompt and answer have at most {limits.context_length_tokens} tokens",
     )

@@ -41,6 +41,7 @@ from gateway.http.exchange import (
     header_values,
     note_error,
 )
+from gateway.http.ids import with_ids
 from gateway.models.catalog import header_value
 from gateway.named.requests import Journals
 from gateway.observability.metrics import Metrics
@@ -104,7 +105,7 @@ class HttpApi:
         routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
         self.routes = routes
-        starlette = self._starlette(routes)
+        starlette = with_ids(self._starlette(routes))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers cost a tenth of a request, so the routes that carry the load go around them.
@@ -114,7 +115,7 @@ class HttpApi:
                 scope["path"] = f"/v1{scope['path']}"
                 endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None and (refusal := self._refusal(scope)) is not None:
-                await refusal(scope, receive, send)
+                await with_ids(refusal)(scope, receive, send)
             else:
                 await (endpoint or starlette)(scope, receive, send)
 
@@ -134,7 +135,7 @@ class HttpApi:
                     return
             await pages(scope, receive, send)
 
-        return dispatch
+        return with_ids(dispatch)
 
     def _fast_routes(self) -> dict[str, App]:
         """Returns the endpoints that carry the load, by path; all are asked by POST."""
@@ -242,8 +243,7 @@ class HttpApi:
 
             def note_taken(request_id: str, traceparent: str) -> None:
                 claim.release()
-                for name in writer_type.id_headers:
-                    exchange.add_header(name, request_id)
+                exchange.name(request_id, headers=writer_type.id_headers)
                 exchange.add_trace(traceparent)
                 exchange.add_limits(call.ticket)
 

@@ -19,10 +19,12 @@ from starlette.responses import Response
 
 from gateway.http.bodies import SMALL_BODY_BYTES, Claim
 from gateway.http.connections import connection_of
+from gateway.http.ids import HEADER as ID_HEADER
 from gateway.limits import MAX_BODY_BYTES, MAX_BODY_READ_S
 from gateway.observability.metrics import Metrics
 from gateway.observability.request_log import RequestLog, code_of
 from gateway.requests.call import TenantTicket
+from gateway.requests.seeds import refused_id
 from services.runtime import status
 from services.runtime.errors import (
     InvalidRequest,
@@ -86,6 +88,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._answer_headers: HeaderPairs = []
+        self.has_id = False
+        """Whether the client is told the request's id."""
         self._sending_since_s: float | None = None
         self._num_events = 0
         self._heart: asyncio.TimerHandle | None = None
@@ -128,6 +132,12 @@ class Exchange:
         """Tells the client which span is its request's, if any is."""
         if traceparent:
             self.add_header(b"traceparent", traceparent)
+
+    def name(self, request_id: str, *, headers: tuple[bytes, ...] = (ID_HEADER,)) -> None:
+        """Tells the client the request's id."""
+        self.has_id = True
+        for header in headers:
+            self.add_header(header, request_id)
 
     def add_header(self, name: bytes, value: str) -> None:
         """Adds a header to the answer."""
@@ -172,6 +182,8 @@ class Exchange:
         self, http_status: int, body: bytes, extra: HeaderPairs | None = None, *, is_unread: bool = False
     ) -> None:
         """Sends a complete answer. `is_unread`: the request's body was not read, and its sender may still be at it."""
+        if not self.has_id:
+            self.name(refused_id(self.optional_header(ID_HEADER)))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
@@ -342,9 +354,12 @@ class Endpoint:
             return
         except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
             self._metrics.note_refusal(note_error(error))
+            request_id = refused_id(exchange.optional_header(ID_HEADER))
             if isinstance(error, TandemError):
-                self._log.note_refusal(error)
+                request_id = self._log.note_refusal(error, request_id=request_id)
             if not exchange.has_started:
+                if not exchange.has_id:
+                    exchange.name(request_id)
                 is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
                 headers = _error_headers(error, closes=is_unread)
                 http_status = _http_status(error)

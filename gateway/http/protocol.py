@@ -34,6 +34,7 @@ from gateway.http.refusals import (
     OTHER_VERSION,
     Refusal,
 )
+from gateway.requests.seeds import refused_id
 
 MAX_FRAMING_BYTES = 16 * 1024
 """The most for sizes and extensions of chunks, and trailers, of one body, beyond what its chunks may need."""
@@ -395,7 +396,7 @@ class HttpProtocol(HttpToolsProtocol):
         retry = f"retry-after: {RETRY_AFTER_S}\r\n" if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
         head = (
             f"HTTP/1.1 {refusal.status:d} {HTTPStatus(refusal.status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {refused_id(None)}\r\n{retry}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self._linger()

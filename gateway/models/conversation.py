@@ -233,7 +233,7 @@ def json_text(value: Any, name: str) -> str:
 
 def refuse(name: str, rule: str) -> Never:
     """Raises InvalidRequest for a member that does not keep to the rule, which continues "must be"."""
-    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")
+    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value", rule=f"must be {rule}")
 
 
 def unsupported(name: str, reason: str) -> InvalidRequest:

@@ -208,6 +208,10 @@ class Row(msgspec.Struct, kw_only=True, gc=False):
     ttft_us: int | None = None
     tpot_us: int | None = None
     is_good: bool = False
+    field: str = ""
+    rule: str = ""
+    limit: str = ""
+    """What a refused request did not keep to: a field's rule, or a limit."""
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -237,7 +241,7 @@ class _Kept(NamedTuple):
         row = self.row
         return (
             f"{row.request_id}\n{row.trace_id}\n{row.model}\n{row.tenant}\n{row.service_class}\n{row.outcome}\n"
-            f"{row.code}\n{row.workers}"
+            f"{row.code}\n{row.workers}\n{row.field}\n{row.limit}"
         ).lower()
 
 

@@ -17,19 +17,27 @@ the descriptions of slow requests, which are a second line. Times are whole micr
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from gateway.limits import SLOW_REQUEST_S
 from gateway.observability.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.observability.metrics import Metrics
 from services.runtime import status, telemetry
 from services.runtime.clock import Clock
-from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TandemError
+from services.runtime.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    RequestCancelled,
+    TandemError,
+)
 from services.runtime.logs import LineBudget, request_fields
 
 SUMMARY_S = 10.0
@@ -45,6 +53,9 @@ Outcome = Literal["finished", "failed", "cancelled", "refused"]
 
 _WORDS = ("waiting for workers", "until the first token", "handing over", "generating")
 """What is said of each phase, in their order."""
+
+_PLAIN_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}(\[\d+\][A-Za-z0-9_.-]{0,63}){0,4}")
+"""Names of members and headers, with places in lists."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +176,8 @@ class RequestLog:
         self._slow_us = round(slow_s * 1e6)
         self._calls: dict[str, OpenCall] = {}
         """The open calls by the names of their answers."""
-        self._noted: WeakSet[BaseException] = WeakSet()
-        """Errors whose requests have had their line, or were counted: an edge meets them once more."""
+        self._noted: WeakKeyDictionary[BaseException, str] = WeakKeyDictionary()
+        """Errors whose requests have had their line, or were counted, with their ids: an edge meets them once more."""
         self._refused = LineBudget(per_s=REFUSED_PER_S, burst=REFUSED_BURST)
         self._slow = LineBudget(per_s=SLOW_PER_S, burst=SLOW_BURST)
         self._left_out: Counter[str] = Counter()
@@ -193,19 +204,22 @@ class RequestLog:
         return AnswerTrace(name, arrived_s, opened)
 
     def note_refusal(
-        self, error: BaseException, *, facts: CallFacts | None = None, arrived_s: float | None = None
-    ) -> None:
+        self, error: BaseException, *, request_id: str, facts: CallFacts = NOBODY, arrived_s: float | None = None
+    ) -> str:
         """Notes that a call ended with an error before it was accepted; once for each error, however often it is met.
 
-        Its `facts` may hold names that have not been checked. None: nothing was read of the call.
+        Its `facts` may hold names that have not been checked. `request_id` is what its client is told that it is
+        called. Returns the id under which it was noted, the first time.
         """
         if error in self._noted:
-            return
-        self.has_line(error)
+            return self._noted[error]
+        self.has_line(error, request_id)
         total_us = 0 if arrived_s is None else max(0, round((self.now_s() - arrived_s) * 1e6))
-        row = _row(NOBODY if facts is None else facts, outcome_of(error, was_placed=False))
+        row = _row(facts._replace(request_id=request_id), outcome_of(error, was_placed=False))
         row.code, row.queue_us, row.total_us = code_of(error), total_us, total_us
-        self._write(row, (), overload=overload_of(error), is_named=facts is not None)
+        row.field, row.rule, row.limit = broken_rule(error)
+        self._write(row, (), overload=overload_of(error))
+        return request_id
 
     def note_end(self, opened: OpenCall, facts: CallFacts, error: BaseException | None) -> None:
         """Notes that an accepted call is over. An error that its client met in the middle of an answer is known."""
@@ -234,10 +248,10 @@ class RequestLog:
         if is_slow:
             self._say_slow(row, stories)
 
-    def has_line(self, error: BaseException | None) -> None:
+    def has_line(self, error: BaseException | None, request_id: str = "") -> None:
         """Notes that the request of this error has its line or will have it, wherever else the error is met."""
         if isinstance(error, TandemError):  # Others cannot be remembered without being kept.
-            self._noted.add(error)
+            self._noted[error] = request_id
 
     def now_s(self) -> float:
         """Returns the time of the clock that all times here are of."""
@@ -254,7 +268,7 @@ class RequestLog:
             opened.names.append(name)
             self._calls[name] = opened
 
-    def _write(self, row: Row, stories: Sequence[AnswerStory], *, overload: str, is_named: bool = True) -> None:
+    def _write(self, row: Row, stories: Sequence[AnswerStory], *, overload: str) -> None:
         """Writes the line, or counts one more request that has none."""
         if overload:
             self._metrics.note_overload(overload)
@@ -266,7 +280,7 @@ class RequestLog:
             return
         self.history.add(row, stories)
         if logger.isEnabledFor(logging.INFO):
-            fields = _fields(row, is_named=is_named)
+            fields = _fields(row)
             # Not `logger.info`: it would walk up the stack to say where this is.
             logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "request", (), None, extra=fields))
 
@@ -307,6 +321,17 @@ def code_of(error: BaseException) -> str:
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return "cancelled"
     return str(status.openai_error(error)["error"]["code"])
+
+
+def broken_rule(error: BaseException) -> tuple[str, str, str]:
+    """Returns the field, the rule that it does not keep to, and the limit that is reached; each empty where unknown.
+
+    None of them quotes a client: names of fields that are no plain ones are left out.
+    """
+    if isinstance(error, InvalidRequest):
+        field = error.field or ""
+        return field if _PLAIN_FIELD.fullmatch(field) else "", error.rule, ""
+    return "", "", error.limit if isinstance(error, RateLimited) else overload_of(error)
 
 
 def overload_of(error: BaseException | None) -> str:
@@ -401,12 +426,10 @@ def _sum_up(
     return stories, overload
 
 
-def _fields(row: Row, *, is_named: bool) -> dict[str, Any]:
-    """Returns what the line of a request says. `is_named`: something was read of the call."""
-    fields: dict[str, Any] = {}
-    if is_named:
-        fields = {name: getattr(row, name) for name in ("request_id", "model", "service_class", "tenant")}
-    for name in ("trace_id", "fallback"):
+def _fields(row: Row) -> dict[str, Any]:
+    """Returns what the line of a request says."""
+    fields: dict[str, Any] = {name: getattr(row, name) for name in ("request_id", "model", "service_class", "tenant")}
+    for name in ("trace_id", "fallback", "field", "rule", "limit"):
         if said := getattr(row, name):
             fields[name] = said
     if address := CLIENT_ADDRESS.get():

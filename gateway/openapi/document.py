@@ -18,6 +18,7 @@ from gateway.openapi.operations import (
     ANSWER_HEADERS,
     EVENTS,
     HEADERS_OF_STATUS,
+    ID_HEADER,
     JSON,
     OPERATIONS,
     REQUEST_HEADERS,
@@ -125,7 +126,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     error = {JSON: {"schema": _schema_of(operation.error)}}
     described = {status: _answer(status, error, operation.answer_headers) for status in operation.errors}
     for status, kind in operation.others:
-        described[status] = {"description": STATUSES[status], "content": {JSON: {"schema": _schema_of(kind)}}}
+        described[status] = _answer(status, {JSON: {"schema": _schema_of(kind)}})
     if operation.answer is None:
         return described
     content: dict[str, Any] = {}
@@ -167,14 +168,13 @@ def _event(kind: type[msgspec.Struct], error: type[msgspec.Struct]) -> Schema:
 
 
 def _answer(status: int, content: dict[str, Any], headers: tuple[str, ...] = ()) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": STATUSES[status], "content": content}
     named = {}
-    required = HEADERS_OF_STATUS.get(status, ())
-    for name in (*headers, *required):
+    required = {ID_HEADER, *HEADERS_OF_STATUS.get(status, ())}
+    for name in dict.fromkeys((ID_HEADER, *headers, *HEADERS_OF_STATUS.get(status, ()))):
         meaning, schema = ANSWER_HEADERS[name]
         is_required = name in required or (status == 200 and name in ALWAYS_SENT)
         named[name] = {"description": meaning, "required": is_required, "schema": schema}
-    return {**described, "headers": named} if named else described
+    return {"description": STATUSES[status], "content": content, "headers": named}
 
 
 def _schema_of(kind: type[msgspec.Struct] | Schema) -> Schema:

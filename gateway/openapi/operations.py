@@ -113,8 +113,10 @@ _LIMITS = {
         ("reset", "Time until all are available again, such as 6m0s,", {"type": "string"}),
     )
 }
+ID_HEADER = "X-Request-Id"
+"""The header that every answer has."""
 ANSWER_HEADERS: Mapping[str, tuple[str, Schema]] = {
-    "X-Request-Id": ("The request's id.", {"type": "string", "pattern": NAME_PATTERN}),
+    ID_HEADER: ("The request's id, also in the log.", {"type": "string", "pattern": NAME_PATTERN}),
     "X-Tandem-Model": ("The model that answered, by its own name.", {"type": "string"}),
     "X-Tandem-Fallback": ("The model in whose place another one answered, and why.", {"type": "string"}),
     "X-Tandem-Ignored": ("Members of the body that were ignored, separated by commas.", {"type": "string"}),
@@ -123,14 +125,14 @@ ANSWER_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "WWW-Authenticate": ("How to show a key.", {"type": "string"}),
     **_LIMITS,
 }
-ALWAYS_SENT = frozenset({"X-Request-Id", "X-Tandem-Model"})
+ALWAYS_SENT = frozenset({"X-Tandem-Model"})
 """Headers that every good answer has for which the document names them; an error has them if it came that far."""
 HEADERS_OF_STATUS: Mapping[int, tuple[str, ...]] = {
     401: ("WWW-Authenticate",),
     429: ("Retry-After",),
     503: ("Retry-After",),
 }
-_GENERATED = ("X-Request-Id", "X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", "X-Should-Retry", *_LIMITS)
+_GENERATED = ("X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", "X-Should-Retry", *_LIMITS)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from gateway.requests.policies import Policies
 from gateway.requests.promises import Promises
 from gateway.requests.quarantine import Quarantine, QuarantineList
 from gateway.requests.queue import AdmissionQueue
+from gateway.requests.seeds import refused_id
 from gateway.topology.members import Topology
 from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
@@ -256,7 +257,7 @@ class Requests:
         except TandemError as error:
             if not isinstance(error, RequestCancelled):
                 self._metrics.note_refusal(code_of(error))
-                self.log.note_refusal(error)
+                self.log.note_refusal(error, request_id=refused_id(None))
             raise
 
     async def _place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
@@ -331,8 +332,8 @@ class Requests:
         except InvalidRequest:
             model = ""
         name = model or call.model or ""
-        facts = CallFacts(call.request_id or "", call.traceparent, name, call.service_class, call.tenant)
-        self.log.note_refusal(error, facts=facts, arrived_s=arrived_s)
+        facts = CallFacts("", call.traceparent, name, call.service_class, call.tenant)
+        self.log.note_refusal(error, request_id=refused_id(call.request_id), facts=facts, arrived_s=arrived_s)
         if telemetry.is_on():
             parent = telemetry.extract(call.traceparent, call.tracestate)
             said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": name}

@@ -2,12 +2,16 @@
 
 import hashlib
 import random
+import re
 import secrets
 from collections.abc import Callable, Iterator
+
+from gateway.limits import MAX_NAME_CHARS
 
 ID_BYTES = 12
 IDS_PER_DRAW = 256
 
+_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -23,6 +27,11 @@ def id_source() -> Iterator[str]:
         digits = secrets.token_hex(ID_BYTES * IDS_PER_DRAW)
         for start in range(0, len(digits), 2 * ID_BYTES):
             yield digits[start : start + 2 * ID_BYTES]
+
+
+def refused_id(asked: str | None) -> str:
+    """Returns the id of a request that was not accepted: its client's name for it, if that is one, or a drawn id."""
+    return asked if asked is not None and _NAME.fullmatch(asked) else secrets.token_hex(ID_BYTES)
 
 
 def key_seed(tenant: str, idempotency_key: str) -> int:

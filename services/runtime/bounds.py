@@ -53,9 +53,8 @@ class Bounds:
 
 def invalid_value(name: str, value: Any, rule: str, field_name: str | None = None) -> InvalidRequest:
     """Returns the error for a value that breaks a rule; `name` is what the message calls its field `field_name`."""
-    return InvalidRequest(
-        f"{name} is {_shown(value)} but must be {rule}", field=field_name or name, code="invalid_value"
-    )
+    message = f"{name} is {_shown(value)} but must be {rule}"
+    return InvalidRequest(message, field=field_name or name, code="invalid_value", rule=f"must be {rule}")
 
 
 def _shown(value: Any) -> str:

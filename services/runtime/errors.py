@@ -21,12 +21,16 @@ class TandemError(Exception):
 
 
 class InvalidRequest(TandemError):
-    """The request itself is wrong. `field` names the offending field in the words of the API in use."""
+    """The request itself is wrong. `field` names the offending field in the words of the API in use.
 
-    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+    `rule` is what the field does not keep to, in words that quote nothing of the request; empty: only `message` says.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None, rule: str = "") -> None:
         super().__init__(message)
         self.field = field
         self.code = code
+        self.rule = rule
 
 
 class GrammarExhausted(InvalidRequest):

@@ -19,8 +19,9 @@ class Told:
     def __init__(self):
         self.codes = []
 
-    def note_refusal(self, what):
+    def note_refusal(self, what, request_id=""):
         self.codes.append(what)
+        return request_id
 
 
 class Caller:

@@ -10,12 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.observability.history import Row
+from gateway.observability.history import Query, Row
 from gateway.observability.metrics import Metrics
 from gateway.observability.request_log import REFUSED_BURST, AnswerTrace, OpenCall, RequestLog, in_words, outcome_of
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
-from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TransferFailed, WorkerUnavailable
+from services.runtime.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    RequestCancelled,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from services.runtime.logs import JsonFormatter, LineBudget
 
 ANSWER_TEXT = "hello world, naïve café end"
@@ -403,7 +411,7 @@ async def test_a_flood_of_refusals_does_not_fill_a_disk(output):
     log = RequestLog(metrics, clock=clock)
     num_requests, seconds = 20_000, 60
     for number in range(num_requests):
-        log.note_refusal(Overloaded("full") if number % 4 else WorkerUnavailable("none"))
+        log.note_refusal(Overloaded("full") if number % 4 else WorkerUnavailable("none"), request_id=f"r{number}")
         clock.now_s += seconds / num_requests
     log.close()
     lines = entries(output, "request")
@@ -420,10 +428,32 @@ async def test_a_flood_of_refusals_does_not_fill_a_disk(output):
 def test_an_error_that_two_meet_is_one_refusal(output):
     log = RequestLog(Metrics(), clock=ManualClock())
     error = Overloaded("full")
-    log.note_refusal(error)
-    log.note_refusal(error)
-    log.note_refusal(Overloaded("full"))
-    assert len(entries(output, "request")) == 2
+    assert log.note_refusal(error, request_id="a") == "a"
+    assert log.note_refusal(error, request_id="b") == "a", "the id of the line"
+    assert log.note_refusal(Overloaded("full"), request_id="c") == "c"
+    assert [entry["request_id"] for entry in entries(output, "request")] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InvalidRequest("n is 'secret' but must be less", field="n", rule="must be less"), ("n", "must be less", "")),
+        (InvalidRequest("no", field="messages[3].content[0].type"), ("messages[3].content[0].type", "", "")),
+        (InvalidRequest("no", field="a client's own words"), ("", "", "")),
+        (InvalidRequest("no", field="x" * 1000), ("", "", "")),
+        (InvalidRequest("no"), ("", "", "")),
+        (RateLimited("no", limit="requests_per_minute"), ("", "", "requests_per_minute")),
+        (Overloaded("full", reason="wait"), ("", "", "wait")),
+        (WorkerUnavailable("none"), ("", "", "")),
+    ],
+)
+def test_a_refusal_says_which_field_broke_which_rule_or_which_limit_was_reached(output, error, said):
+    log = RequestLog(Metrics(), clock=ManualClock())
+    log.note_refusal(error, request_id="r")
+    (line,) = entries(output, "request")
+    assert tuple(line.get(name, "") for name in ("field", "rule", "limit")) == said
+    (row,), _ = log.history.find(Query())
+    assert (row.request_id, row.field, row.rule, row.limit) == ("r", *said)
 
 
 @given(
