@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from cli.api_client import GatewaySettings, get_json
 from cli.bench_load import Ask, Endpoint, Load, Reply, Unusable, measured_words, poisson
 from cli.commands import CommandParser
 from planning.simulator.html_report import STYLE, Curve, chart
 from planning.simulator.report import aligned, cdf, percentile
 from planning.simulator.traces import Trace, compressed, read_trace
+from services.runtime.api_client import GatewaySettings, get_json
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import choice, flag, integer, number, path, text
@@ -71,7 +71,7 @@ def add_to(parser: CommandParser) -> None:
 def run(settings: BenchSettings, stdout: TextIO, *, stderr: TextIO) -> int:
     """Measures, prints and writes; returns the exit code. Raises ConfigError, ApiUnreachable or Unusable."""
     asks, num_left_out = asks_of(settings)
-    model = settings.model_name or _first_model(settings)
+    model = settings.model_name or first_model(settings, timeout_s=settings.timeout)
     replies = asyncio.run(_measure(settings, model, asks, stderr))
     figures = {
         "url": settings.url,
@@ -114,11 +114,12 @@ def _asks_of_trace(trace: Trace) -> list[Ask]:
     return asks
 
 
-def _first_model(settings: BenchSettings) -> str:
+def first_model(settings: GatewaySettings, *, timeout_s: float) -> str:
+    """Returns the first model that an endpoint lists. Raises ApiUnreachable, ApiRefused or Unusable."""
     found = get_json(
         settings.url.rstrip("/").removesuffix("/v1"),
         "/v1/models",
-        timeout_s=settings.timeout,
+        timeout_s=timeout_s,
         api_key=settings.api_key,
         tls=settings.tls(),
     )

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, post_events
 from cli.commands import CommandParser
+from services.runtime.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, post_events
 from services.runtime.config import option
 from services.runtime.errors import TandemError
 from services.runtime.kinds import integer, number, text
@@ -138,7 +138,7 @@ class Chat:
         events = post_events(
             self._settings.url,
             "/v1/chat/completions",
-            self._body(messages),
+            body=self._body(messages),
             timeout_s=self._settings.timeout,
             api_key=self._settings.api_key,
             tls=self._tls,

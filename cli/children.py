@@ -16,13 +16,16 @@ from cli.up_settings import UpSettings
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
 from gateway.models.catalog_file import ModelEntry, read_models_file
+from planning.autoscaler.config import AutoscalerConfig
 from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import last_words, service_manager
 from services.runtime.config import all_settings_of, settings_of
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
 WORKERS: dict[str, type] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
-GATEWAY = "gateway"
+GATEWAY, AUTOSCALER = "gateway", "autoscaler"
+START_UP_S = 20.0
+"""What a worker on this machine takes to start, for the autoscaler, unless it is told."""
 GATEWAY_NICENESS = -10
 """Workers compute whenever they have work, and the gateway, which needs little, would answer late behind them. It goes
 first where it may; workers do not go last, since they would then get nothing beside any other program."""
@@ -52,6 +55,8 @@ class Addresses:
     grpc_port: int
     starter_key_digest: str | None = None
     """Digest of the key that `up` itself shows to the gateway, where keys are asked for."""
+    decisions: Path | None = None
+    """File of the autoscaler's decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +158,35 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
     return _spec(GATEWAY, "gateway", GatewayConfig, texts, environment)
 
 
+def autoscaler_spec(
+    settings: UpSettings, addresses: Addresses, environment: Mapping[str, str], *, url: str, api_key: str | None
+) -> ChildSpec:
+    """The autoscaler of the gateway at `url`, with the key that `up` itself shows. Only where --autoscale is given."""
+    assert settings.autoscale is not None, "an autoscaler has limits"
+    least, most = settings.autoscale
+    texts = {
+        "scale_start_up": START_UP_S,
+        **settings.services,
+        "gateways": url,
+        "actor": "up",
+        "min_prefill": min(least, settings.prefill),
+        "min_decode": least,
+        "max_workers": most,
+        "api_key": api_key,
+        "gateway_cert": None if settings.gateway.tls is None else settings.gateway.tls.cert,
+        "redis": addresses.redis_url,
+        "decisions": addresses.decisions,
+        "tls_cert": None,
+        "tls_key": None,
+        "tls_ca": None,
+    }
+    return _spec(AUTOSCALER, "planning.autoscaler", AutoscalerConfig, texts, environment)
+
+
 def _expected(settings: UpSettings) -> str:
-    """The number of workers of each role that are started."""
+    """The number of workers of each role that are started, or that an autoscaler leaves at least."""
+    if settings.autoscale is not None:
+        return f"prefill={min(settings.autoscale[0], settings.prefill)},decode={settings.autoscale[0]}"
     plans = model_plans(settings)
     prefill, decode = sum(plan.num_prefill for plan in plans), sum(plan.num_decode for plan in plans)
     return f"prefill={prefill},decode={decode}"

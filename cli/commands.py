@@ -32,6 +32,8 @@ COMMANDS = {
     "bench": (USE, "measure any OpenAI-compatible endpoint: time to first token, between tokens, goodput"),
     "models": (PREPARE, "list the models that were brought to this machine by name"),
     "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
+    "autoscaler": (WATCH, "read an autoscaler's log of decisions, and decide all of it again"),
+    "profile": (PREPARE, "measure the step times of a running cluster, for plan and replay"),
     "plan": (PREPARE, "find the workers that a workload needs, and what they cost"),
     "replay": (PREPARE, "run a recorded workload through a simulated cluster"),
     "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from cli.commands import CommandParser
 from cli.findings import Finding, Level, size_text
 from cli.preflight import MAX_CLOCK_OFFSET_S, PreflightSettings, available_bytes, preflight
@@ -28,6 +27,7 @@ from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
 from services.runtime import last_words
+from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.kinds import flag, folder, number, redis_url

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from cli.commands import CommandParser
-from cli.control import DrainingSettings, order
+from cli.control import DrainingSettings
 from services.runtime.config import option
 from services.runtime.kinds import argument, text
+from services.runtime.orders import order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TextIO
 
 from cli.commands import CommandParser
-from cli.control import LocalSettings, order
+from cli.control import LocalSettings
 from cli.log_lines import for_people, time_of
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import comma_separated, flag, integer, text
 from services.runtime.logs import wants_colour
+from services.runtime.orders import order
 
 POLL_S = 0.2
 """The time between two looks at the files: the standard library has no notice of a file that grows."""

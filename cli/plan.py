@@ -8,8 +8,19 @@ from typing import TextIO
 
 from cli.commands import CommandParser
 from planning.planner import page
-from planning.planner.question import CATALOGUE, NUM_PARAMETERS, LatencyTargets, Question, Workload, kinds_for
+from planning.planner.question import (
+    CATALOGUE,
+    MAX_BATCH,
+    NUM_PARAMETERS,
+    Gpu,
+    Kind,
+    LatencyTargets,
+    Question,
+    Workload,
+    kinds_for,
+)
 from planning.planner.search import answer
+from planning.simulator.measured import Measured, read_measured
 from planning.simulator.profiles import PROFILES_FOLDER, profiles
 from planning.simulator.traces import read_trace
 from services.runtime.config import option
@@ -38,6 +49,9 @@ class PlanSettings:
     max_gpus: int = option(integer(1), default=100_000, help="The most GPUs.")
     redundancy: int = option(integer(0), default=0, help="Workers of each role that may be lost.")
     profiles: Path = option(folder(), default=PROFILES_FOLDER, help="Folder of the measured step times.")
+    measured: Path | None = option(
+        path(), default=None, help="A file that `tandem profile` wrote: workers of this kind only, with one GPU each."
+    )
     json: Path | None = option(path(), default=None, help="Writes the answer to this file.")
     report: Path | None = option(path(), default=None, help="Writes a report with charts to this HTML file.")
 
@@ -71,12 +85,31 @@ def question(settings: PlanSettings) -> Question:
     if settings.lengths is not None:
         trace = read_trace(settings.lengths, rate_per_s=settings.rate)
         lengths = [(one.num_prompt_tokens, one.num_output_tokens) for one in trace.requests]
+    if settings.measured is None:
+        kinds = kinds_for(settings.model, known, gpus=settings.gpus, catalogue=catalogue)
+    else:
+        kinds = [_kind(read_measured(settings.measured), catalogue[settings.gpus[0]])]
     return Question(
         Workload(settings.rate, lengths),
         LatencyTargets(settings.ttft, settings.tpot, settings.e2e, settings.percentile / 100),
-        kinds_for(settings.model, known, gpus=settings.gpus, catalogue=catalogue),
+        kinds,
         settings.max_gpus,
         settings.redundancy,
+    )
+
+
+def _kind(measured: Measured, gpu: Gpu) -> Kind:
+    """Returns the kind of worker that was measured."""
+    if measured.kv_tokens == 0:
+        raise ConfigError(f"the step times of {measured.name} do not say how many tokens its pages hold")
+    return Kind(
+        measured.name,
+        measured.profile,
+        1,
+        gpu.price_per_h,
+        gpu.watts,
+        measured.kv_tokens,
+        measured.max_batch or MAX_BATCH,
     )
 
 

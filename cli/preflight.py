@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.api_client import GatewaySettings
 from cli.findings import Finding, Level, size_text
 from services.cluster.probe import probe
 from services.engine.weights.config import load_config
 from services.runtime.addresses import join_host_port
+from services.runtime.api_client import GatewaySettings
 from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_facts import GpuFacts

@@ -13,9 +13,9 @@ from typing import TextIO
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.api_client import get_status
 from cli.commands import CommandParser
 from services.runtime import rpc
+from services.runtime.api_client import get_status
 from services.runtime.config import option
 from services.runtime.errors import TandemError
 from services.runtime.kinds import argument, choice, number, path, text

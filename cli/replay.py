@@ -13,6 +13,7 @@ from planning.simulator import html_report, report
 from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.jobs import CHUNKINGS, TANDEM, WorkerSpec
+from planning.simulator.measured import read_measured
 from planning.simulator.profiles import PROFILES_FOLDER, Profile, linear_profile, profile
 from planning.simulator.traces import Trace, compressed, read_trace
 from services.runtime.config import option
@@ -39,6 +40,7 @@ from services.scheduling.routing.price import RoutingSettings
 LADDER = ("random", "least_loaded", "prefix_aware", "hybrid")
 """What `--policy all` means: from the one that looks at nothing to the one that looks at everything."""
 DEFAULT_POLICY = "hybrid"
+DEFAULT_LINK = LinkSpeed(0.002, 25e9)
 NUM_LONG = 5_000
 """Requests from which on a run says how far it is."""
 
@@ -68,6 +70,7 @@ class ReplaySettings:
     decode: int = option(integer(1, 4096), default=1, help="Decode workers.")
     profile: str = option(text(), default="llama-3.1-8b", help="Measured step times. A wrong name lists all.")
     profiles: Path = option(folder(), default=PROFILES_FOLDER, help="Folder of the measured step times.")
+    measured: Path | None = option(path(), default=None, help="A file that `tandem profile` wrote, in their place.")
     prefill_tokens_per_s: float | None = option(
         number(1e-3), default=None, help="A linear model instead of a profile: prompt tokens per second."
     )
@@ -89,8 +92,12 @@ class ReplaySettings:
     )
     max_batch: int = option(integer(1), default=256, help="Most sequences of a decode step.")
     max_sequence_tokens: int = option(integer(2), default=262_144, help="Longest prompt and answer together.")
-    link_bytes_per_s: int = option(size_bytes(), default=25 * 10**9, help="Bytes per second of a worker's link.")
-    link_latency_s: float = option(number(0), default=0.002, help="Seconds before the first byte.")
+    link_bytes_per_s: int | None = option(
+        size_bytes(), default=None, help="Bytes per second of a worker's link; what --measured says, or 25 GB."
+    )
+    link_latency_s: float | None = option(
+        number(0), default=None, help="Seconds before the first byte; what --measured says, or 0.002."
+    )
     local_prefill_tokens: int | None = option(
         _tokens_or_auto(), default=None, help="Uncached prompts up to this length stay on D; auto decides by price."
     )
@@ -166,6 +173,9 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
 def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> ClusterSpec:
     """The simulated cluster. Pages are the trace's blocks where it has any. Raises ConfigError."""
     page_size = trace.block_tokens or settings.page_size
+    link = speeds.link or DEFAULT_LINK
+    latency_s = link.latency_s if settings.link_latency_s is None else settings.link_latency_s
+    bytes_per_s = settings.link_bytes_per_s or link.bytes_per_s
     workers = []
     for kv_tokens, chunk_tokens in (
         (settings.prefill_kv_tokens, settings.chunk_tokens),
@@ -176,7 +186,7 @@ def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> 
                 num_pages=max(1, kv_tokens // page_size),
                 page_size=page_size,
                 law=speeds.law,
-                link=LinkSpeed(settings.link_latency_s, settings.link_bytes_per_s),
+                link=LinkSpeed(latency_s, bytes_per_s),
                 kv_bytes_per_token=speeds.kv_bytes_per_token,
                 chunk_tokens=chunk_tokens,
                 chunking=settings.chunking,
@@ -214,7 +224,8 @@ class _Progress:
 
 def _profile(settings: ReplaySettings) -> Profile:
     if settings.prefill_tokens_per_s is None:
-        found = profile(settings.profile, settings.profiles)
+        measured = settings.measured
+        found = profile(settings.profile, settings.profiles) if measured is None else read_measured(measured).profile
         if settings.kv_bytes_per_token is None:
             return found
         return replace(found, kv_bytes_per_token=settings.kv_bytes_per_token)
@@ -259,7 +270,7 @@ def _headline(facts: dict[str, Any]) -> str:
 
 def _parameters(settings: ReplaySettings) -> dict[str, Any]:
     """What the result depends on: no file names, which differ between machines."""
-    left_out = {"trace", "json", "report", "profiles"}
+    left_out = {"trace", "json", "report", "profiles", "measured"}
     shown = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in left_out}
     shown["policy"] = settings.policy or (DEFAULT_POLICY,)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}

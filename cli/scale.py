@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from cli.commands import CommandParser
-from cli.control import DrainingSettings, order
+from cli.control import DrainingSettings
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import integer, text
+from services.runtime.orders import order
 
 
 @dataclass(frozen=True, kw_only=True)

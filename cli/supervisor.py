@@ -27,6 +27,8 @@ class Child:
     state: ChildState
     process: asyncio.subprocess.Process | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_vital: bool = True
+    """Whether everything ends where it cannot be kept running."""
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ class Supervisor:
     """Runs every child in a task of its own.
 
     `on_change(child, news)` is called on the event loop with a few words for each thing that happens to a child.
-    `gave_up` is set as soon as one child cannot be kept running; `failed` says which, where it was the child's fault.
+    `gave_up` is set as soon as a vital child cannot be kept running; `failed` says which, where it was its fault.
     Must live on the main thread: the kernel ends the children together with the thread that started them.
     """
 
@@ -73,10 +75,11 @@ class Supervisor:
         self.gave_up = asyncio.Event()
         self.failed: Child | None = None
 
-    def start(self, specs: Iterable[ChildSpec]) -> None:
+    def start(self, specs: Iterable[ChildSpec], *, is_vital: bool = True) -> None:
         """Begins to keep these children running; returns at once."""
         for spec in specs:
-            child = Child(spec, self._log_dir / f"{spec.name}.log", restarts.begin(self._clock()))
+            log = self._log_dir / f"{spec.name}.log"
+            child = Child(spec, log, restarts.begin(self._clock()), is_vital=is_vital)
             self.children[spec.name] = child
             task = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
             task.add_done_callback(self._keeper_ended)
@@ -172,8 +175,9 @@ class Supervisor:
         now_s = self._clock()
         child.state, action = restarts.on_exit(child.state, now_s, exit_code, self._policy)
         if action is Action.GIVE_UP:
-            self.failed = self.failed or child
-            self.gave_up.set()
+            if child.is_vital:
+                self.failed = self.failed or child
+                self.gave_up.set()
             self._on_change(child, f"{news}; given up")
         elif child.state.phase is Phase.WAITING and child.state.wake_at_s is not None:
             self._on_change(child, f"{news}; starting it again in {child.state.wake_at_s - now_s:.1f} s")

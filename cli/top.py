@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
 from cli.commands import CommandParser
+from services.runtime.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
 from services.runtime.config import option
 from services.runtime.kinds import flag, number
 

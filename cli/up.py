@@ -17,21 +17,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from cli.children import (
+    AUTOSCALER,
     GATEWAY,
     REDIS,
     SOURCE_ROOT,
     WORKER_HOST,
     Addresses,
     ModelPlan,
+    autoscaler_spec,
     child_environment,
     gateway_spec,
     model_plans,
     worker_specs,
 )
 from cli.commands import CommandParser
-from cli.control import Order, socket_path, taking_orders
+from cli.control import Order, taking_orders
 from cli.cores import this_machine
 from cli.fleet import Fleet
 from cli.gpus import visible_gpus
@@ -48,9 +49,11 @@ from services.engine.weights.config import load_config
 from services.hub.models import local_model, with_local_model
 from services.runtime import extras, last_words, service_manager
 from services.runtime.addresses import is_loopback, join_host_port
+from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.logs import wants_colour
+from services.runtime.orders import socket_path
 from services.runtime.process import watched
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
@@ -106,7 +109,7 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         assert redis_url is not None, "either --redis is given or the embedded one runs"
         key = None if gateway.api_keys is None else new_key()
         digest = None if key is None else digest_of_key(key)
-        addresses = Addresses(redis_url, http_port, grpc_port, digest)
+        addresses = Addresses(redis_url, http_port, grpc_port, digest, logs.path / "decisions.jsonl")
         up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
         code = asyncio.run(watched(up.run(early_signals)))
@@ -197,11 +200,17 @@ class Up:
         self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
         self._first_specs = [self._gateway, *workers]
-        names = ([REDIS] if redis is not None else []) + [spec.name for spec in self._first_specs]
+        self._autoscaler = (
+            []
+            if settings.autoscale is None
+            else [autoscaler_spec(settings, addresses, environment, url=self._probe_url, api_key=api_key)]
+        )
+        names = ([REDIS] if redis is not None else []) + [spec.name for spec in (*self._first_specs, *self._autoscaler)]
         self._progress = Progress(sys.stderr, names, is_live=sys.stderr.isatty() and not settings.verbose)
         self._supervisor = Supervisor(log_dir=log_dir, on_change=self._on_change, policy=self._policy)
         unpinned = replace(settings, pin=False)  # cores that are given to running workers stay theirs
         self._fleet = Fleet(self._supervisor, plans, make_specs=lambda plans: worker_specs(unpinned, plans, *here))
+        self._leaving: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
 
@@ -218,6 +227,7 @@ class Up:
             service_manager.tell_status(f"starting; logs: {self._log_dir}")
             service_manager.ask_for_time(self._settings.start_timeout + STRAGGLER_GRACE_S)
             self._supervisor.start(self._first_specs)
+            self._supervisor.start(self._autoscaler, is_vital=False)
             try:
                 if await self._until_over(self._until_ready()):
                     self._progress.finish()
@@ -232,7 +242,8 @@ class Up:
     @asynccontextmanager
     async def _taking_orders(self) -> AsyncIterator[None]:
         """Takes the orders of `tandem drain`, `scale` and `logs`; serving does not depend on them."""
-        orders: dict[str, Order] = {"children": self._tell_children, "drain": self._drain, "scale": self._scale}
+        orders: dict[str, Order] = {"children": self._tell_children, "drain": self._drain}
+        orders |= {"scale": self._scale, "sizes": self._tell_sizes}
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(taking_orders(self._orders_path(), orders))
@@ -251,9 +262,18 @@ class Up:
             raise ConfigError(
                 f"the ports after --metrics-port {port} are given to workers in order; start with 0 instead"
             )
-        return await self._fleet.scale(
-            order["model"], prefill=order["prefill"], decode=order["decode"], grace_s=order["grace_s"]
-        )
+        done = self._fleet.resize(order["model"], prefill=order["prefill"], decode=order["decode"])
+        leaving = self._fleet.retire(done["drained"], grace_s=order["grace_s"])
+        if order.get("waits", True):
+            await leaving
+        else:
+            task = asyncio.create_task(leaving, name="retire")
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        return done
+
+    async def _tell_sizes(self, order: Mapping[str, Any]) -> dict[str, int]:
+        return self._fleet.sizes(order["model"])
 
     async def _until_over(self, work: Any) -> bool:
         """Whether `work` came to its end before somebody asked for the end of everything."""
@@ -313,7 +333,7 @@ class Up:
 
     async def _look(self) -> None:
         """Asks the gateway which processes are in rotation."""
-        gateway_pid = self._supervisor.children[GATEWAY].pid
+        before = {name: child.pid for name, child in self._supervisor.children.items() if name in (GATEWAY, AUTOSCALER)}
         try:
             cluster = await asyncio.to_thread(
                 get_json,
@@ -325,8 +345,9 @@ class Up:
             )
         except (ApiUnreachable, ApiRefused, ConfigError):
             return
-        if gateway_pid is not None:
-            self._mark_ready(GATEWAY, gateway_pid)
+        for name, pid in before.items():
+            if pid is not None:
+                self._mark_ready(name, pid)
         for worker in cluster.get("workers", []):
             if worker.get("state") == WorkerState.READY and worker.get("id") in self._supervisor.children:
                 self._mark_ready(worker["id"], worker.get("pid"))
@@ -420,7 +441,8 @@ class Up:
         service_manager.tell_stopping("ending the gateway, the workers and Redis")
         is_wanted = self._stop.is_set() and not self._supervisor.gave_up.is_set()
         grace_s = self._settings.stop_grace if is_wanted else 0.0
-        await self._supervisor.stop([GATEWAY], grace_s=grace_s + GATEWAY_GRACE_S)
+        self._fleet.close()
+        await self._supervisor.stop([AUTOSCALER, GATEWAY], grace_s=grace_s + GATEWAY_GRACE_S)
         await self._supervisor.stop(list(self._supervisor.children), grace_s=WORKER_GRACE_S)
 
     def _exit_code(self) -> int:

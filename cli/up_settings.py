@@ -7,11 +7,12 @@ from pathlib import Path
 
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
+from planning.autoscaler.config import ScalingSettings
 from prefill_worker.config import PrefillWorkerConfig
 from services.hub.source import model_source, served_name
 from services.runtime.config import forwarded, option, read
 from services.runtime.errors import ConfigError
-from services.runtime.kinds import flag, folder, host_name, integer, number, path, redis_url, text
+from services.runtime.kinds import flag, folder, host_name, integer, number, path, redis_url, span, text
 from worker.config import WorkerConfig
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -21,6 +22,7 @@ PROGRAMS: dict[str, type] = {
     "all workers": WorkerConfig,
     "prefill workers": PrefillWorkerConfig,
     "decode workers": DecodeWorkerConfig,
+    "the autoscaler": ScalingSettings,
 }
 DECIDED = frozenset(
     {
@@ -55,6 +57,12 @@ class UpSettings:
         integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
     )
     decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
+    autoscale: tuple[int, int] | None = option(
+        span(1),
+        default=None,
+        help="Starts and drains workers as the load turns: at least MIN of each role, at most MAX of both together. "
+        "--prefill and --decode are what it begins with.",
+    )
     host: str = option(
         host_name(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network."
     )
@@ -90,6 +98,10 @@ class UpSettings:
     def __post_init__(self) -> None:
         if self.models is not None and (self.model != DEMO_MODEL or self.model_name is not None):
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
+        if self.autoscale is not None and self.models is not None:
+            raise ConfigError("--autoscale and --models are both given; the workers of one model can be scaled")
+        if self.autoscale is not None and self.autoscale[1] < 2:
+            raise ConfigError("--autoscale needs room for one worker of each role: MAX must be at least 2")
         _ = self.decode_worker
         if self.gateway.http_port == self.gateway.grpc_port != 0:
             raise ConfigError(

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
+from tests.fake_api import FakeApi
 
 # How fast the machine is, is no property of what is tested.
 settings.register_profile(
@@ -207,3 +208,10 @@ def _save_tokenizer(folder: Path, tokenizer_json: str) -> None:
         "model_max_length": 512,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    fake = FakeApi()
+    yield fake
+    fake.close()

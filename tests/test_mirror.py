@@ -34,6 +34,7 @@ TESTED_BY = {
     "services/hub/fetching.py": "services/hub/test_huggingface.py",
     "services/hub/models.py": "services/hub/test_s3.py",
     "services/runtime/engines.py": "worker/test_config.py",
+    "services/runtime/orders.py": "cli/test_control.py",
     "services/scheduling/entry.py": "services/scheduling/test_queue.py",
     "services/runtime/gpu_facts.py": "worker/test_nvml.py",
     "services/runtime/model_size.py": "deploy/test_rules.py",

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cli.autoscaler import ReplayDecisionsSettings  # noqa: E402
 from cli.bench import BenchSettings  # noqa: E402
 from cli.chat import ChatSettings  # noqa: E402
 from cli.completion import CompletionSettings  # noqa: E402
@@ -23,6 +24,7 @@ from cli.logs import LogsSettings  # noqa: E402
 from cli.models import ModelsSettings  # noqa: E402
 from cli.plan import PlanSettings  # noqa: E402
 from cli.probe import ProbeSettings  # noqa: E402
+from cli.profile import ProfileSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
 from cli.scale import ScaleSettings  # noqa: E402
 from cli.status import StatusSettings  # noqa: E402
@@ -30,6 +32,7 @@ from cli.top import TopSettings  # noqa: E402
 from cli.up_settings import UpSettings  # noqa: E402
 from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
 from gateway.config import GatewayConfig  # noqa: E402
+from planning.autoscaler.config import AutoscalerConfig  # noqa: E402
 from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
 from services.runtime.config import Setting, forwarded_of, settings_of  # noqa: E402
 
@@ -39,6 +42,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "python -m gateway": GatewayConfig,
     "python -m prefill_worker": PrefillWorkerConfig,
     "python -m decode_worker": DecodeWorkerConfig,
+    "python -m planning.autoscaler": AutoscalerConfig,
     "tandem scale": ScaleSettings,
     "tandem drain": DrainSettings,
     "tandem logs": LogsSettings,
@@ -52,6 +56,8 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,
+    "tandem autoscaler replay": ReplayDecisionsSettings,
+    "tandem profile": ProfileSettings,
     "tandem plan": PlanSettings,
     "tandem replay": ReplaySettings,
     "tandem completion": CompletionSettings,

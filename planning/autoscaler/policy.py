@@ -9,7 +9,7 @@ few, a worker changes its role, which is quicker than a start. Reads no clock an
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planning.autoscaler.forecast import Forecaster
 
@@ -34,7 +34,7 @@ class AutoscalerSettings:
     headroom: float = 1.1
     changes_roles: bool = True
     give_up_s: float = 600.0
-    """A worker that has not come this long after its order is not counted on."""
+    """No more workers of a role are ordered while some are this late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class Observation:
     """What gateways know: since the last observation, and now."""
 
     now_s: float
+    elapsed_s: float
+    """Time in which requests were counted; 0: they say nothing."""
     num_arrived: int
     mean_prompt: float
     mean_answer: float
@@ -77,39 +79,44 @@ class Autoscaler:
         self.settings = settings
         season = None if season_s is None else round(season_s / settings.interval_s)
         self._forecaster = Forecaster(settings.interval_s, season=season)
-        self._need = need
+        self.need = need
+        """May be replaced between two decisions."""
         self._wanted: deque[tuple[float, int, int]] = deque()
-        self._starting: dict[str, tuple[int, float]] = {"prefill": (0, 0.0), "decode": (0, 0.0)}
-        self._last_s: float | None = None
+        self._starting: dict[str, tuple[int, int, float]] = {}
+        """By role: workers that were starting and ready at the last decision, and since when none has come."""
 
     def decide(self, seen: Observation) -> Decision:
         """Returns what is to be done now."""
         settings = self.settings
-        elapsed_s = settings.interval_s if self._last_s is None else seen.now_s - self._last_s
-        self._last_s = seen.now_s
-        if elapsed_s > 0:
-            self._forecaster.add(max(0, seen.num_arrived) / elapsed_s)
-        seen = self._without_lost(seen)
+        if seen.elapsed_s > 0:
+            self._forecaster.add(max(0, seen.num_arrived) / seen.elapsed_s)
+        missing = self._missing(seen)
         reach_s = settings.start_up_s + settings.interval_s
         steps = [step * settings.interval_s for step in range(math.ceil(reach_s / settings.interval_s) + 1)]
         upper = max(self._forecaster.ahead(step).upper for step in steps)
-        least_prefill, least_decode = self._need(upper, seen.mean_prompt, seen.mean_answer)
+        least_prefill, least_decode = self.need(upper, seen.mean_prompt, seen.mean_answer)
         extra = seen.backlog_s / settings.backlog_s
         wanted_prefill = max(settings.min_prefill, math.ceil(settings.headroom * least_prefill + extra))
         wanted_decode = max(settings.min_decode, math.ceil(settings.headroom * least_decode))
+        has_prefill, has_decode = seen.prefill + seen.starting_prefill, seen.decode + seen.starting_decode
+        if not self._wanted:  # what was decided before this autoscaler began had its reasons
+            self._wanted.append((seen.now_s, has_prefill, has_decode))
         self._wanted.append((seen.now_s, wanted_prefill, wanted_decode))
         while self._wanted[0][0] < seen.now_s - settings.settle_s:
             self._wanted.popleft()
-        has_prefill, has_decode = seen.prefill + seen.starting_prefill, seen.decode + seen.starting_decode
         # Never fewer than anything in the settling time has asked for.
         prefill = max(wanted_prefill, min(has_prefill, max(one for _, one, _ in self._wanted)))
         decode = max(wanted_decode, min(has_decode, max(one for _, _, one in self._wanted)))
         prefill, decode, is_cut = self._within_budget(prefill, decode)
+        # What does not come is not ordered again, and no more of its kind.
+        prefill = min(prefill, has_prefill) if missing["prefill"] else prefill
+        decode = min(decode, has_decode) if missing["decode"] else decode
         words = (
             f"up to {upper:.1f} requests/s within {reach_s:.0f} s, {seen.mean_prompt:.0f} in and "
             f"{seen.mean_answer:.0f} out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers"
             + (f", {extra:.1f} more for a backlog of {seen.backlog_s:.0f} s" if extra >= 0.1 else "")
             + (f"; the budget is {settings.max_workers} workers" if is_cut else "")
+            + "".join(f"; {num} {role} workers do not come and are given up" for role, num in missing.items() if num)
         )
         return self._decision(seen, prefill, decode, words=words)
 
@@ -139,16 +146,18 @@ class Autoscaler:
         share = max(self.settings.min_prefill, min(most - self.settings.min_decode, share))
         return share, most - share, True
 
-    def _without_lost(self, seen: Observation) -> Observation:
-        """Returns the observation without workers that were ordered long ago and have not come."""
-        counted = {}
-        for role, num in (("prefill", seen.starting_prefill), ("decode", seen.starting_decode)):
-            before, since_s = self._starting[role]
-            if num == 0 or num < before:
-                since_s = seen.now_s  # some came
-            elif before == 0:
-                since_s = seen.now_s
-            self._starting[role] = num, since_s
-            is_lost = num > 0 and seen.now_s - since_s > self.settings.start_up_s + self.settings.give_up_s
-            counted[role] = 0 if is_lost else num
-        return replace(seen, starting_prefill=counted["prefill"], starting_decode=counted["decode"])
+    def _missing(self, seen: Observation) -> dict[str, int]:
+        """Returns how many workers of each role were ordered so long ago that they will hardly come."""
+        found = {}
+        numbers = (
+            ("prefill", seen.starting_prefill, seen.prefill),
+            ("decode", seen.starting_decode, seen.decode),
+        )
+        for role, num, ready in numbers:
+            before, ready_before, since_s = self._starting.get(role, (0, 0, 0.0))
+            if num == 0 or before == 0 or ready > ready_before:
+                since_s = seen.now_s  # some came, or nothing had been ordered
+            self._starting[role] = num, ready, since_s
+            is_lost = seen.now_s - since_s > self.settings.start_up_s + self.settings.give_up_s
+            found[role] = num if is_lost else 0
+        return found

@@ -1,12 +1,10 @@
 """An autoscaler in a simulated cluster: it sees what gateways would tell it, and its decisions are carried out."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planning.autoscaler.policy import Autoscaler, Decision, Observation
-from planning.planner.bounds import least_workers
-from planning.planner.question import Kind, LatencyTargets, Workload
 from planning.simulator.cluster import Cluster, ClusterSpec, Run, simulate
 from planning.simulator.events import EventLoop
 from planning.simulator.jobs import prompt_s
@@ -23,18 +21,6 @@ class Scaled:
 
     run: Run
     decisions: list[tuple[float, Decision]]
-
-
-def need_of(kind: Kind, targets: LatencyTargets) -> Callable[[float, float, float], tuple[float, float]]:
-    """Returns how many workers a load takes, by the planner's closed forms."""
-
-    def _need(rate_per_s: float, mean_prompt: float, mean_answer: float) -> tuple[float, float]:
-        if rate_per_s <= 0:
-            return 0.0, 0.0
-        lengths = [(max(1, round(mean_prompt)), max(1, round(mean_answer)))]
-        return least_workers(kind, kind, targets=targets, workload=Workload(rate_per_s, lengths))
-
-    return _need
 
 
 def scaled(
@@ -118,7 +104,7 @@ class _Eyes:
         self._requests = trace.requests
         self._arrivals = [request.arrival_s for request in trace.requests]
         self._mean_prompt, self._mean_answer = float(first[0]), float(first[1])
-        self._num_seen = 0
+        self._num_seen, self._last_s = 0, 0.0
         self._answered = (0, 0)
 
     def observe(self, now_s: float, hands: _Hands) -> Observation:
@@ -135,6 +121,7 @@ class _Eyes:
         waiting_s = len(cluster.queue) * prompt_s(cluster.spec.prefill, round(self._mean_prompt))
         seen = Observation(
             now_s=now_s,
+            elapsed_s=now_s - self._last_s,
             num_arrived=num_arrived - self._num_seen,
             mean_prompt=self._mean_prompt,
             mean_answer=self._mean_answer,
@@ -144,5 +131,5 @@ class _Eyes:
             starting_prefill=pool.num_starting(PREFILL) + hands.num_switching[PREFILL],
             starting_decode=pool.num_starting(DECODE) + hands.num_switching[DECODE],
         )
-        self._num_seen = num_arrived
+        self._num_seen, self._last_s = num_arrived, now_s
         return seen

@@ -7,7 +7,7 @@ is kept by nobody, so that the nearest feasible target is a little more.
 
 from dataclasses import dataclass
 
-from planning.planner.question import CHUNK_TOKENS, MAX_BATCH, Kind, LatencyTargets, Workload
+from planning.planner.question import CHUNK_TOKENS, Kind, LatencyTargets, Workload
 from planning.simulator.report import percentile
 
 MARGIN = 1.05
@@ -72,10 +72,10 @@ def impossible(prefill: Kind, decode: Kind, *, targets: LatencyTargets, workload
 def most_per_s(kind: Kind, workload: Workload, *, step_target_s: float | None) -> tuple[float, int]:
     """Returns the requests per second that one decode worker ends at best, and the batch it has then.
 
-    The batch is as large as the pages, MAX_BATCH and the time of a step allow.
+    The batch is as large as the pages, the kind's largest one and the time of a step allow.
     """
     context = workload.mean_prompt + workload.mean_answer / 2
-    most = max(1, min(MAX_BATCH, int(kind.kv_tokens / (workload.mean_prompt + workload.mean_answer))))
+    most = max(1, min(kind.max_batch, int(kind.kv_tokens / (workload.mean_prompt + workload.mean_answer))))
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -82,8 +82,9 @@ class Kind:
     price_per_h: float
     watts: float
     kv_tokens: int
+    max_batch: int = MAX_BATCH
 
-    def spec(self, *, chunk_tokens: int = CHUNK_TOKENS, max_batch: int = MAX_BATCH) -> WorkerSpec:
+    def spec(self, *, chunk_tokens: int = CHUNK_TOKENS, max_batch: int | None = None) -> WorkerSpec:
         """Returns the worker for a simulation."""
         return WorkerSpec(
             num_pages=self.kv_tokens // PAGE_SIZE,
@@ -92,7 +93,7 @@ class Kind:
             link=LinkSpeed(0.002, 25e9),
             kv_bytes_per_token=self.profile.kv_bytes_per_token,
             chunk_tokens=chunk_tokens,
-            max_batch=max_batch,
+            max_batch=max_batch or self.max_batch,
             chunking=FCFS,
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from planning.simulator.fitting import fitted
 from planning.simulator.laws import BatchedLaw, LayeredLaw, LayerTimes, LinearLaw, StepLaw, Table
 from services.runtime.errors import ConfigError
-from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
+from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 PROFILES_FOLDER = Path(__file__).resolve().parents[1] / "step_times"
 
@@ -36,12 +36,16 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How fast one worker is, and bytes of KV for each token; `errors` say how well the law fits its measurements."""
+    """How fast one worker is, and bytes of KV for each token; `errors` say how well the law fits its measurements.
+
+    `link` None: unknown.
+    """
 
     name: str
     law: StepLaw
     kv_bytes_per_token: int
     errors: tuple[str, ...] = ()
+    link: LinkSpeed | None = None
 
 
 def profile(name: str, folder: Path = PROFILES_FOLDER) -> Profile:

@@ -103,6 +103,11 @@ class Keys:
         return self.pages_prefix + worker_id + ":keys"
 
     @property
+    def autoscaler(self) -> str:
+        """String: the name of the autoscaler that acts, at most 64 characters; expires 15 s after its last renewal."""
+        return self.prefix + "autoscaler"
+
+    @property
     def gateways(self) -> str:
         """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
 

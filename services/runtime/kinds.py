@@ -182,6 +182,17 @@ def networks() -> Kind[str]:
     return Kind(parse, "addresses or networks such as 10.0.0.0/8 with commas between them", metavar="NETWORKS")
 
 
+def span(minimum: int) -> Kind[tuple[int, int]]:
+    """Two whole numbers, MIN:MAX, of at least `minimum`, the second no less than the first."""
+
+    def parse(value: str) -> tuple[int, int]:
+        low, high = (int(part) for part in value.split(":"))
+        _require(minimum <= low <= high <= MAX_COUNT)
+        return low, high
+
+    return Kind(parse, f"MIN:MAX, two whole numbers of at least {minimum}", metavar="MIN:MAX")
+
+
 def folder() -> Kind[Path]:
     """The path of a folder on this machine."""
     return dataclasses.replace(path(), metavar="DIR")

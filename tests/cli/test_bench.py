@@ -151,7 +151,7 @@ def test_load_is_the_same_for_the_same_seed() -> None:
 
 
 def test_an_endpoint_that_is_not_one_is_told(url: str) -> None:
-    from cli.api_client import ApiUnreachable
+    from services.runtime.api_client import ApiUnreachable
 
     with pytest.raises(ApiUnreachable):
         run(BenchSettings(url="http://127.0.0.1:9"), io.StringIO(), stderr=io.StringIO())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cli.api_client import ApiRefused, ApiUnreachable
 from cli.chat import Chat, ChatSettings, Timing, run
 from cli.main import main
+from services.runtime.api_client import ApiRefused, ApiUnreachable
 
 DONE = b"data: [DONE]\n\n"
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cli.control import NoLocalCluster, Refused, order, socket_path, taking_orders
+from cli.control import taking_orders
 from services.runtime.errors import ConfigError, TandemError
+from services.runtime.orders import NoLocalCluster, Refused, order, socket_path
 
 URL = "http://127.0.0.1:4711"
 

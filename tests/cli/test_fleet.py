@@ -1,5 +1,6 @@
 """Workers are added to a running cluster and drained, as real processes."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,19 @@ def specs(plans: Sequence[ModelPlan]) -> list[ChildSpec]:
     ]
 
 
+async def scale(fleet: Fleet, model: str | None, **numbers: int | None) -> dict[str, list[str]]:
+    done = fleet.resize(model, prefill=numbers["prefill"], decode=numbers["decode"])
+    await fleet.retire(done["drained"], grace_s=5)
+    return done
+
+
 async def test_a_model_gets_more_workers_and_fewer(tmp_path: Path) -> None:
     async with supervising(tmp_path, spec(GATEWAY, SLEEP), *specs([ONE])) as (supervisor, news):
         fleet = Fleet(supervisor, [ONE], make_specs=specs)
-        done = await fleet.scale(None, prefill=2, decode=None, grace_s=5)
+        done = await scale(fleet, None, prefill=2, decode=None)
         assert done == {"started": ["prefill-1"], "drained": []}
         await until(lambda: supervisor.children["prefill-1"].pid is not None)
-        done = await fleet.scale("one", prefill=0, decode=1, grace_s=5)
+        done = await scale(fleet, "one", prefill=0, decode=1)
         assert done == {"started": [], "drained": ["decode-1", "prefill-0", "prefill-1"]}
         assert [child["name"] for child in fleet.children()] == [GATEWAY, "decode-0"]
         assert all(child["phase"] == "running" for child in fleet.children())
@@ -45,7 +52,7 @@ async def test_a_drained_worker_stays_away_until_the_cluster_is_scaled(tmp_path:
         for name in ("decode-0", GATEWAY, "x"):
             with pytest.raises(ConfigError, match="those are decode-1, prefill-0"):
                 await fleet.drain(name, grace_s=5)
-        done = await fleet.scale(None, prefill=None, decode=2, grace_s=5)
+        done = await scale(fleet, None, prefill=None, decode=2)
         assert done == {"started": ["decode-0"], "drained": []}
         await until(lambda: supervisor.children["decode-0"].pid is not None)
 
@@ -56,6 +63,42 @@ async def test_of_several_models_one_is_named(tmp_path: Path) -> None:
         fleet = Fleet(supervisor, plans, make_specs=specs)
         for name in (None, "three"):
             with pytest.raises(ConfigError, match="one, two"):
-                await fleet.scale(name, prefill=1, decode=None, grace_s=5)
-        done = await fleet.scale("two", prefill=1, decode=1, grace_s=5)
+                await scale(fleet, name, prefill=1, decode=None)
+        done = await scale(fleet, "two", prefill=1, decode=1)
         assert done == {"started": ["prefill-two-0"], "drained": []}
+
+
+async def test_a_worker_that_is_wanted_again_while_it_drains_comes_back(tmp_path: Path) -> None:
+    async with supervising(tmp_path, *specs([ONE])) as (supervisor, _):
+        fleet = Fleet(supervisor, [ONE], make_specs=specs)
+        await until(lambda: supervisor.children["decode-1"].pid is not None)
+        first = supervisor.children["decode-1"].pid
+        done = fleet.resize(None, prefill=None, decode=1)
+        draining = asyncio.create_task(fleet.retire(done["drained"], grace_s=5))
+        await asyncio.sleep(0)
+        assert fleet.resize(None, prefill=None, decode=2) == {"started": [], "drained": []}
+        assert fleet.sizes(None) == {"prefill": 1, "decode": 2}
+        await draining
+        await until(lambda: supervisor.children["decode-1"].pid not in (None, first))
+
+
+async def test_a_worker_that_comes_later_and_cannot_start_ends_nothing_else(tmp_path: Path) -> None:
+    def with_a_broken_one(plans: Sequence[ModelPlan]) -> list[ChildSpec]:
+        return [spec(one.name, "import sys; sys.exit(2)") if one.name == "decode-2" else one for one in specs(plans)]
+
+    async with supervising(tmp_path, *specs([ONE])) as (supervisor, news):
+        fleet = Fleet(supervisor, [ONE], make_specs=with_a_broken_one)
+        fleet.resize(None, prefill=None, decode=3)
+        await until(lambda: any("decode-2 ended with exit code 2; given up" in line for line in news))
+        assert not supervisor.gave_up.is_set()
+        assert supervisor.failed is None
+        await scale(fleet, None, prefill=None, decode=2)
+        assert "decode-2" not in supervisor.children
+
+
+async def test_at_the_end_nothing_is_started(tmp_path: Path) -> None:
+    async with supervising(tmp_path, *specs([ONE])) as (supervisor, _):
+        fleet = Fleet(supervisor, [ONE], make_specs=specs)
+        fleet.close()
+        fleet.resize(None, prefill=None, decode=5)
+        assert "decode-4" not in supervisor.children

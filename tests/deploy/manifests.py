@@ -26,7 +26,8 @@ EXCLUSIVE = (
     {"external-redis", "redis-volume"},
     {"ingress", "tls"},
     {"ingress", "ingress-tls"},
-    {"own number of workers", "keda", "hpa"},
+    {"own number of workers", "keda", "hpa", "autoscaler"},
+    {"tls", "autoscaler"},
     {"own tracks", "blue-green"},
     {"own tracks", "preflight"},
     {"another namespace", "tls-certificates"},
@@ -40,7 +41,7 @@ REQUIRES = {
     "vllm": "gpu",
 }
 """What is listed before a component."""
-FIRST = ("blue-green", "monitoring")
+FIRST = ("autoscaler", "blue-green", "monitoring")
 """Components whose objects others change, so that they stand before them."""
 FACTS = {
     "several-regions": {"own tracks", "own number of workers"},
@@ -151,7 +152,7 @@ class Workload:
 
     @property
     def component(self) -> str:
-        """What its pods are: gateway, prefill, decode, redis, fetch."""
+        """What its pods are: gateway, prefill, decode, redis, fetch, autoscaler."""
         return self.labels.get(COMPONENT, "")
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
+from planning.autoscaler.config import AutoscalerConfig
 from planning.pods import ENDPOINT_LAG_S, grace_s, handover_s, longest_work_s
 from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import config
@@ -36,7 +37,13 @@ from tests.deploy.network import flows
 Rule = Callable[[Sequence[Object]], Iterator[str]]
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-PROGRAMS = {"gateway": GatewayConfig, "prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
+AUTOSCALER = "autoscaler"
+PROGRAMS: dict[str, type] = {
+    "gateway": GatewayConfig,
+    "prefill": PrefillWorkerConfig,
+    "decode": DecodeWorkerConfig,
+    AUTOSCALER: AutoscalerConfig,
+}
 WORKERS = ("prefill", "decode")
 PORT_VARIABLES = {
     "gateway": {"TANDEM_HTTP_PORT": "http", "TANDEM_GRPC_PORT": "grpc", "TANDEM_ADMIN_PORT": "metrics"},
@@ -44,21 +51,26 @@ PORT_VARIABLES = {
     "decode": {"TANDEM_PORT": "grpc", "TANDEM_TRANSFER_PORT": "transfer", "TANDEM_METRICS_PORT": "metrics"},
 }
 SERVING = frozenset(("gateway", *WORKERS))
+CLIENTS = SERVING | {AUTOSCALER}
+"""What dials Redis; an autoscaler is not in every cluster."""
 MEANT = {
     "Service tandem-gateway": {"gateway"},
     "Service tandem-gateway-metrics": {"gateway"},
+    "Service tandem-gateways": {"gateway"},
+    "NetworkPolicy tandem-autoscaler": {AUTOSCALER},
+    "NetworkPolicy tandem-autoscaled-gateways": {"gateway"},
     "Service tandem-prefill": {"prefill"},
     "Service tandem-decode": {"decode"},
     "Service tandem-redis": {"redis"},
     "PodMonitor tandem-workers": set(WORKERS),
     "NetworkPolicy tandem-default-deny": None,
-    "NetworkPolicy tandem-dns": SERVING,
+    "NetworkPolicy tandem-dns": CLIENTS,
     "NetworkPolicy tandem-gateway": {"gateway"},
     "NetworkPolicy tandem-prefill": {"prefill"},
     "NetworkPolicy tandem-decode": {"decode"},
     "NetworkPolicy tandem-redis": {"redis"},
-    "NetworkPolicy tandem-redis-clients": SERVING,
-    "NetworkPolicy tandem-external-redis": SERVING,
+    "NetworkPolicy tandem-redis-clients": CLIENTS,
+    "NetworkPolicy tandem-external-redis": CLIENTS,
     "NetworkPolicy tandem-metrics": SERVING,
     "NetworkPolicy tandem-traces": SERVING,
     "NetworkPolicy tandem-fetch": {"fetch"},
@@ -94,8 +106,8 @@ def selectors_mean_their_pods(objects: Sequence[Object]) -> Iterator[str]:
             yield f"{title(one)} is not in the table of what selectors mean"
             continue
         meant = MEANT[title(one)]
-        if meant is None:
-            meant = {workload.component for workload in workloads(objects)}
+        present = {workload.component for workload in workloads(objects)}
+        meant = present if meant is None else meant - ({AUTOSCALER} - present)
         if found != meant:
             yield f"{title(one)} selects {sorted(found)}, but means {sorted(meant)}"
     for workload in workloads(objects):
@@ -200,9 +212,11 @@ def policies_let_pass_what_is_dialled(objects: Sequence[Object]) -> Iterator[str
         *((component, "DNS", 53) for component in components - {"redis"}),
     }
     if "redis" in components:
-        expected |= {(component, "redis", 6379) for component in SERVING}
+        expected |= {(component, "redis", 6379) for component in CLIENTS & components}
     else:
-        expected |= {(component, "10.0.0.0/8", port) for component in SERVING for port in (6379, 26379)}
+        expected |= {(component, "10.0.0.0/8", port) for component in CLIENTS & components for port in (6379, 26379)}
+    if AUTOSCALER in components:
+        expected |= {(AUTOSCALER, "gateway", 9000), (AUTOSCALER, "anybody", 443), (AUTOSCALER, "anybody", 6443)}
     names = {one["metadata"]["name"] for one in of_kind(objects, "NetworkPolicy")}
     if "tandem-metrics" in names:
         expected |= {("monitoring", component, 9000) for component in SERVING}
@@ -342,6 +356,24 @@ def _unrestricted(workload: Workload) -> Iterator[str]:
         )
 
 
+def rights_are_those_of_the_autoscaler(objects: Sequence[Object]) -> Iterator[str]:
+    """Nobody but an autoscaler has a token, and its rights are to scale what it scales."""
+    for workload in workloads(objects):
+        sources = [
+            one for volume in workload.pod.get("volumes", ()) for one in volume.get("projected", {}).get("sources", ())
+        ]
+        if any("serviceAccountToken" in source for source in sources) and workload.component != AUTOSCALER:
+            yield f"{title(workload.object)} has a token"
+    for binding in of_kind(objects, "RoleBinding", "ClusterRoleBinding"):
+        named = [one["name"] for one in binding["subjects"]]
+        if named != ["tandem-autoscaler"] or binding["kind"] == "ClusterRoleBinding":
+            yield f"{title(binding)} gives rights to {named}"
+    for role in of_kind(objects, "Role", "ClusterRole"):
+        for rule in role["rules"]:
+            if rule["resources"] != ["statefulsets/scale"] or set(rule["verbs"]) != {"get", "patch"}:
+                yield f"{title(role)} may {rule['verbs']} {rule['resources']}"
+
+
 def settings_exist(objects: Sequence[Object]) -> Iterator[str]:
     """Each program accepts its environment: every variable exists and keeps its rule, and none names one after it."""
     for workload in workloads(objects):
@@ -362,8 +394,11 @@ def settings_exist(objects: Sequence[Object]) -> Iterator[str]:
 
 def _refused(workload: Workload, environment: dict[str, str], program: type[object]) -> Iterator[str]:
     model = Path(environment.get("TANDEM_MODEL", ""))
+    has_model = any(setting.variable == "TANDEM_MODEL" for setting in config.all_settings_of(program))
     mounts = [mount["mountPath"] for mount in workload.main.get("volumeMounts", ())]
-    if not str(model).startswith(("/opt/tandem/models/", *(f"{mount}/" for mount in mounts if mount != "/tmp"))):
+    if has_model and not str(model).startswith(
+        ("/opt/tandem/models/", *(f"{mount}/" for mount in mounts if mount != "/tmp"))
+    ):
         yield f"{title(workload.object)}: TANDEM_MODEL is {model}, where neither its image nor a volume has anything"
     # The model's folder is not on this machine.
     at_hand = environment | {"TANDEM_MODEL": str(ROOT / "demo" / "model")}
@@ -451,6 +486,13 @@ def autoscalers_own_the_number(objects: Sequence[Object]) -> Iterator[str]:
         f"{one['spec']['scaleTargetRef']['kind']} {one['spec']['scaleTargetRef']['name']}"
         for one in of_kind(objects, "HorizontalPodAutoscaler", "ScaledObject")
     ]
+    kinds = {"statefulsets": "StatefulSet", "deployments": "Deployment"}
+    for own in (one for one in workloads(objects) if one.component == AUTOSCALER):
+        settings = config.read(AutoscalerConfig, {}, environ=variables(objects, own.main))
+        targets = [name.split("/") for name in (settings.prefill_workload, settings.decode_workload)]
+        scaled += [f"{kinds[kind]} {name}" for kind, name in targets]
+        if min(settings.min_prefill, settings.min_decode) < 2:
+            yield f"{title(own.object)} may leave a single pod, which nobody takes over from"
     yield from (f"{name} is scaled twice" for name in sorted({one for one in scaled if scaled.count(one) > 1}))
     for workload in workloads(objects):
         if workload.kind == "Job":
@@ -556,6 +598,7 @@ RULES: tuple[Rule, ...] = (
     probes_mean_one_thing,
     images_have_versions,
     pods_are_restricted,
+    rights_are_those_of_the_autoscaler,
     settings_exist,
     preflight_sees_what_the_worker_gets,
     references_exist,

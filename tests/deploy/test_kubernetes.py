@@ -107,6 +107,23 @@ def test_the_rules_hold_everywhere(rendered: Rendered) -> None:
     assert broken == {}
 
 
+def test_an_autoscaler_has_the_secrets_of_a_cluster_that_has_some(tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    own = tmp_path / "deploy" / "kubernetes" / "overlays" / "own"
+    own.mkdir()
+    names = ["autoscaler", "credentials", "external-redis"]
+    components = [f"../../components/{name}" for name in names]
+    whole = {"resources": ["../../base"], "namespace": "tandem", "components": components}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    objects = render(own)
+    assert violations(objects) == []
+    (autoscaler,) = [one for one in workloads(objects) if one.component == "autoscaler"]
+    given = {one["name"]: one for one in autoscaler.main["env"]}
+    assert given["TANDEM_REDIS"]["valueFrom"]["secretKeyRef"] == {"name": "tandem-credentials", "key": "redis"}
+    workers = [one for one in workloads(objects) if one.component in ("prefill", "decode")]
+    assert [one.replicas for one in workers] == [None, None]
+
+
 def test_the_base_needs_no_custom_resource() -> None:
     assert [one for one in render(KUBERNETES / "overlays" / "cpu-demo") if is_custom(one)] == []
 

@@ -1,11 +1,13 @@
 """Each rule about manifests is broken once, and says so."""
 
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
-from tests.deploy.manifests import COMPONENT, KUBERNETES, Object, copied, render, title
+from tests.deploy.manifests import COMPONENT, DEPLOY, KUBERNETES, Object, copied, render, render_with, title
 from tests.deploy.rules import RULES, violations
 
 pytestmark = pytest.mark.deploy
@@ -247,6 +249,13 @@ CHANGES: list[tuple[str, str, Change]] = [
         lambda at: put(at("Namespace tandem")["metadata"], "labels", {}),
     ),
     (
+        "rights_are_those_of_the_autoscaler",
+        "StatefulSet tandem-decode has a token",
+        lambda at: pod(at(DECODE))["volumes"].append(
+            {"name": "account", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+        ),
+    ),
+    (
         "settings_exist",
         "TANDEM_TTFT_TARGET is no setting of its program",
         lambda at: container(at(GATEWAY))["env"].append({"name": "TANDEM_TTFT_TARGET", "value": "2"}),
@@ -448,3 +457,24 @@ def test_two_tracks_of_decode_workers_finish_their_answers_themselves(base: Sequ
     found = "\n".join(violations([*objects, green]))
     assert "StatefulSet tandem-decode drains for 50 s, but nobody takes over its answers: 600 s" in found
     assert "budgets protect" in found
+
+
+def test_the_autoscalers_rights_are_to_scale_and_no_more(tmp_path: Path) -> None:
+    tree = tmp_path / "deploy"
+    shutil.copytree(DEPLOY, tree)
+    objects = render_with("cpu-demo", "autoscaler", tree)
+    assert violations(objects) == []
+    found = copied(objects)
+    role = next(one for one in found if title(one) == "Role tandem-autoscaler")
+    role["rules"][0] |= {"resources": ["pods"], "verbs": ["get", "patch", "delete"]}
+    binding = next(one for one in found if title(one) == "RoleBinding tandem-autoscaler")
+    binding["subjects"].append({"kind": "ServiceAccount", "name": "tandem-gateway", "namespace": "tandem"})
+    said = "\n".join(violations(found))
+    assert "Role tandem-autoscaler may ['get', 'patch', 'delete'] ['pods']" in said
+    assert "gives rights to ['tandem-autoscaler', 'tandem-gateway']" in said
+    deployment = next(one for one in copied(objects) if title(one) == "StatefulSet tandem-prefill")
+    deployment["spec"]["replicas"] = 2
+    others = [one for one in objects if title(one) != "StatefulSet tandem-prefill"]
+    assert "StatefulSet tandem-prefill has 2 replicas, and 1 autoscalers" in "\n".join(
+        violations([*others, deployment])
+    )

@@ -37,9 +37,11 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
         *("id", "role", "pid", "host", "address", "incarnation", "state", "model", "exact", "pages"),
         *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s", "channels"),
         *("tensor_parallel", "pipeline_parallel", "identity", "left_out", "unreachable", "circuit", "counts"),
+        *("page_tokens", "kv_bytes_per_token", "max_running", "waiting_tokens", "speed"),
     }
     assert cluster["workers"][0]["gpu"] is None
     assert cluster["workers"][0]["pages"] == {"total": 100, "free": 100, "cached": 0, "reserved": 0, "used": 0}
+    assert cluster["workers"][0]["speed"] == {"prefill": None, "decode": None}
     assert cluster["requests"] == {"queued": 0, "running": 0}
 
 

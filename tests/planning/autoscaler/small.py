@@ -4,8 +4,9 @@ import math
 import random
 from collections.abc import Callable
 
+from planning.autoscaler.need import need_of
 from planning.autoscaler.policy import Autoscaler, AutoscalerSettings
-from planning.autoscaler.simulated import Scaled, need_of, scaled
+from planning.autoscaler.simulated import Scaled, scaled
 from planning.planner.question import Kind, LatencyTargets
 from planning.simulator.cluster import ClusterSpec
 from planning.simulator.laws import LinearLaw
@@ -51,7 +52,7 @@ def run(
         max_sequence_tokens=20_000,
         max_waiting=10**6,
     )
-    autoscaler = Autoscaler(settings, need_of(MOE, TARGETS))
+    autoscaler = Autoscaler(settings, need_of(MOE, MOE, targets=TARGETS))
     return scaled(arrivals(rate, lengths, end_s), spec, autoscaler=autoscaler, first=lengths(0.0))
 
 
@@ -63,7 +64,7 @@ def goodput(found: Scaled, *, since_s: float = 0.0) -> float:
 
 def perfect_seconds(rate: Rate, lengths: Lengths, end_s: float, *, start_up_s: float) -> float:
     """Worker-seconds of an oracle: what each second needs, and a start-up for each worker that comes."""
-    need, before, total = need_of(MOE, TARGETS), (1, 1), 0.0
+    need, before, total = need_of(MOE, MOE, targets=TARGETS), (1, 1), 0.0
     for second in range(int(end_s)):
         now = tuple(max(1, math.ceil(value)) for value in need(rate(second), *lengths(second)))
         total += sum(now) + start_up_s * sum(max(0, one - other) for one, other in zip(now, before, strict=True))

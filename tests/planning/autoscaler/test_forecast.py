@@ -1,11 +1,15 @@
 """Forecasts: lines are continued, seasons repeat, and noise is uncertainty."""
 
+import gzip
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from planning.autoscaler.forecast import Forecaster
+
+TRACES = Path(__file__).resolve().parents[3] / "benchmarks" / "traces"
 
 
 def test_nothing_seen_is_nothing_forecast() -> None:
@@ -48,3 +52,28 @@ def test_until_a_season_has_been_seen_the_trend_is_all_there_is() -> None:
         with_season.add(float(slot))
         without.add(float(slot))
     assert with_season.ahead(50.0) == without.ahead(50.0)
+
+
+def test_a_season_in_which_nothing_came_is_not_believed() -> None:
+    forecaster = Forecaster(10.0, season=20)
+    for slot in range(43):
+        forecaster.add(0.0 if slot < 25 else 10.0)
+    assert 9.0 < forecaster.ahead(0.0).mean < 11.0
+
+
+@pytest.mark.parametrize(("ahead", "share"), [(1, 0.5), (3, 0.7), (6, 0.8), (18, 0.95)])
+def test_the_second_public_week_is_forecast_better_than_by_the_same_slot_of_the_first(ahead: int, share: float) -> None:
+    """ServeGen's m-small, windows of 600 s: the mean error of ours is at most `share` of that of last week's slot."""
+    text = gzip.decompress((TRACES / "servegen_m-small_rates.txt.gz").read_bytes()).decode()
+    rates = [float(line) for line in text.splitlines() if not line.startswith("#")]
+    week, forecaster, ours, theirs, num_above = 1008, Forecaster(600.0, season=1008), 0.0, 0.0, 0
+    for slot, rate in enumerate(rates):
+        target = slot - 1 + ahead
+        if week + 17 <= slot and target < len(rates):
+            found = forecaster.ahead((ahead - 1) * 600.0)
+            ours += abs(found.mean - rates[target])
+            theirs += abs(rates[target - week] - rates[target])
+            num_above += rates[target] > found.upper
+        forecaster.add(rate)
+    assert ours <= share * theirs
+    assert num_above / 990 < 0.3

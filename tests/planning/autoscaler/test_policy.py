@@ -26,6 +26,7 @@ class Clock:
         return self.autoscaler.decide(
             Observation(
                 now_s=self.now_s,
+                elapsed_s=10.0,
                 num_arrived=num_arrived,
                 mean_prompt=prompt,
                 mean_answer=answer,
@@ -96,12 +97,47 @@ def test_a_metric_that_lies_below_nothing_counts_as_nothing() -> None:
     assert (decision.prefill, decision.decode) == (1, 1)
 
 
-def test_workers_that_never_come_are_given_up_and_ordered_again() -> None:
+def test_workers_that_never_come_are_given_up_and_no_more_are_ordered() -> None:
     clock = Clock(give_up_s=100.0, start_up_s=60.0)
     first = clock.pass_by(400)
     clock.starting = [first.prefill - 1, first.decode - 1]
     decisions = [clock.pass_by(400) for _ in range(20)]
-    assert not decisions[1].is_change
-    last = decisions[-1]
-    assert last.is_change, "what has not come for 160 s does not count"
-    assert last.reason.startswith("1+0:1+0 becomes")
+    assert "given up" not in decisions[13].reason
+    last = clock.pass_by(4000)
+    assert (last.prefill, last.decode) == (first.prefill, first.decode), "more of the same would not come either"
+    assert f"{first.decode - 1} decode workers do not come and are given up" in last.reason
+    clock.workers, clock.starting = [first.prefill, first.decode], [0, 0]
+    assert clock.pass_by(4000).decode > first.decode, "they have come after all"
+
+
+def test_that_some_come_is_noticed_while_others_are_ordered() -> None:
+    clock = Clock(give_up_s=100.0, start_up_s=60.0, max_workers=10_000)
+    for size in range(1, 40):
+        clock.workers, clock.starting = [size, size], [3, 3]
+        assert "given up" not in clock.pass_by(400 * size).reason
+
+
+def test_what_runs_when_it_begins_is_left_for_a_while() -> None:
+    clock = Clock(settle_s=30.0)
+    clock.workers = [5, 5]
+    sizes = [clock.pass_by(0).decode for _ in range(8)]
+    assert sizes[:3] == [5, 5, 5]
+    assert sizes[-1] == 1
+
+
+def test_time_in_which_nothing_was_counted_says_nothing() -> None:
+    clock = Clock(settle_s=0.0)
+    big = clock.pass_by(400)
+    clock.workers = [big.prefill, big.decode]
+    clock.now_s += 10.0
+    seen = Observation(
+        now_s=clock.now_s,
+        elapsed_s=0.0,
+        num_arrived=0,
+        mean_prompt=1000,
+        mean_answer=100,
+        backlog_s=0.0,
+        prefill=big.prefill,
+        decode=big.decode,
+    )
+    assert not clock.autoscaler.decide(seen).is_change

@@ -2,11 +2,9 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import pytest
 
 Answer = tuple[int, Any] | list[Any]
 """(status, JSON document), or a list of pieces of an event stream: bytes as they are, others as JSON events."""
@@ -53,6 +51,10 @@ class FakeApi:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 self._answer(f"POST {self.path}", json.loads(body))
 
+            def do_PATCH(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                self._answer(f"PATCH {self.path}", json.loads(body))
+
             def _answer(self, key: str, body: Any) -> None:
                 api.requests.append((key, body))
                 route = api.routes.get(key, (404, {"error": {"message": f"no route {key}"}}))
@@ -78,10 +80,3 @@ class FakeApi:
                 pass
 
         return Handler
-
-
-@pytest.fixture
-def api() -> Iterator[FakeApi]:
-    fake = FakeApi()
-    yield fake
-    fake.close()

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status, post_events
+from services.runtime.api_client import (
+    ApiRefused,
+    ApiUnreachable,
+    get_json,
+    get_status,
+    get_text,
+    patch_json,
+    post_events,
+)
 from services.runtime.errors import ConfigError
 
 
@@ -54,10 +62,21 @@ def test_events_until_done_and_an_answer_that_breaks_off(api: Any) -> None:
     )
     api.routes["POST /y"] = (200, b'data: {"n": 1}\n\n')
     api.routes["POST /z"] = (200, b'data: {"error": {"message": "no worker is left"}}\n\n')
-    assert list(post_events(api.url, "/x", {}, timeout_s=5)) == [{"n": 1}, {"n": 2}]
-    events = post_events(api.url, "/y", {}, timeout_s=5)
+    assert list(post_events(api.url, "/x", body={}, timeout_s=5)) == [{"n": 1}, {"n": 2}]
+    events = post_events(api.url, "/y", body={}, timeout_s=5)
     assert next(events) == {"n": 1}
     with pytest.raises(ApiUnreachable, match="before it was complete"):
         next(events)
     with pytest.raises(ApiRefused, match="no worker is left"):
-        list(post_events(api.url, "/z", {}, timeout_s=5))
+        list(post_events(api.url, "/z", body={}, timeout_s=5))
+
+
+def test_a_text_and_a_patch(api: Any) -> None:
+    api.routes["GET /x"] = (200, "é\n".encode())
+    api.routes["PATCH /x"] = (200, {"replicas": 2})
+    api.routes["PATCH /y"] = (409, {"kind": "Status", "message": "it has been modified"})
+    assert get_text(api.url, "/x", timeout_s=5) == "é\n"
+    assert patch_json(api.url, "/x", body={"spec": 1}, timeout_s=5) == {"replicas": 2}
+    assert api.requests[-1] == ("PATCH /x", {"spec": 1})
+    with pytest.raises(ApiRefused, match="it has been modified"):
+        patch_json(api.url, "/y", body={}, timeout_s=5)

@@ -1,4 +1,7 @@
-"""Asks a gateway's HTTP API from the command line: small JSON documents and event streams, standard library only."""
+"""A blocking HTTP client for programs that ask a gateway, or Kubernetes, now and then. Standard library only.
+
+It exchanges small JSON documents and reads event streams.
+"""
 
 import http.client
 import json
@@ -63,6 +66,29 @@ def get_json(
         return _decode(response.read(MAX_ANSWER_BYTES), url)
 
 
+def get_text(
+    url: str, path: str, *, timeout_s: float, api_key: str | None = None, tls: ssl.SSLContext | None = None
+) -> str:
+    """GET a text. Raises ApiUnreachable or ApiRefused."""
+    with _exchange(url, path, None, timeout_s, api_key, tls) as response:
+        return response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace")
+
+
+def patch_json(
+    url: str,
+    path: str,
+    *,
+    body: Mapping[str, Any],
+    timeout_s: float,
+    api_key: str | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Any:
+    """PATCH with a merge patch (RFC 7396) and return the JSON answer. Raises ApiUnreachable or ApiRefused."""
+    patch = _Body("PATCH", "application/merge-patch+json", body)
+    with _exchange(url, path, patch, timeout_s, api_key, tls) as response:
+        return _decode(response.read(MAX_ANSWER_BYTES), url)
+
+
 def get_status(url: str, path: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> int:
     """The HTTP status that GET answers with. Raises ApiUnreachable."""
     try:
@@ -75,8 +101,8 @@ def get_status(url: str, path: str, *, timeout_s: float, tls: ssl.SSLContext | N
 def post_events(
     url: str,
     path: str,
-    body: Mapping[str, Any],
     *,
+    body: Mapping[str, Any],
     timeout_s: float,
     api_key: str | None = None,
     tls: ssl.SSLContext | None = None,
@@ -86,7 +112,7 @@ def post_events(
     `timeout_s` is the longest silence that is accepted, in seconds. Raises ApiUnreachable, also where the stream ends
     early, and ApiRefused for an error in place of the stream or within it.
     """
-    with _exchange(url, path, body, timeout_s, api_key, tls) as response:
+    with _exchange(url, path, _Body("POST", "application/json", body), timeout_s, api_key, tls) as response:
         while line := response.readline(MAX_ANSWER_BYTES):
             data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if data == b"[DONE]":
@@ -100,26 +126,35 @@ def post_events(
     raise ApiUnreachable(f"{url} ended the answer before it was complete")
 
 
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """What is sent, and how."""
+
+    method: str
+    content_type: str
+    document: Mapping[str, Any]
+
+
 @contextmanager
 def _exchange(
     url: str,
     path: str,
-    body: Mapping[str, Any] | None,
+    body: _Body | None,
     timeout_s: float,
     api_key: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
-    """Yields the successful answer to a GET, or to a POST of a body; the connection ends with the scope."""
+    """Yields the successful answer to a GET, or to a body that is sent; the connection ends with the scope."""
     connection = _connection(url, timeout_s, tls)
     prefix = urlsplit(url).path.rstrip("/")
     try:
-        payload = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"} if payload is not None else {}
+        payload = None if body is None else json.dumps(body.document).encode()
+        headers = {} if body is None else {"content-type": body.content_type}
         if api_key is not None:
             if re.fullmatch(r"[\x21-\x7e]+", api_key) is None:
                 raise ConfigError("the API key must be printable ASCII without spaces")  # and is not shown
             headers["authorization"] = f"Bearer {api_key}"
-        connection.request("GET" if body is None else "POST", prefix + path, body=payload, headers=headers)
+        connection.request("GET" if body is None else body.method, prefix + path, body=payload, headers=headers)
         response = connection.getresponse()
         if response.status >= 400:
             raise ApiRefused(_refusal(response, url), status=response.status)
@@ -151,8 +186,8 @@ def _refusal(response: http.client.HTTPResponse, url: str) -> str:
 
 
 def _error_message(answer: Any, otherwise: str) -> str:
-    """The message of an OpenAI error object."""
-    error = answer.get("error") if isinstance(answer, dict) else None
+    """The message of an OpenAI error object, or of Kubernetes' status."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return message if isinstance(message, str) and message else otherwise
 

@@ -1,0 +1,91 @@
+"""Which of several copies of a program acts: a lease in Redis that one of them holds at a time.
+
+A copy acts only while it knows that it holds the lease. It knows so until the lease would have run out, reckoned from
+before the last renewal was sent. Without Redis nobody renews, so that after this time no copy acts.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from services.cluster.redis_store import Script, Store
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import StoreUnavailable
+
+TTL_S = 15.0
+RENEWALS_PER_TTL = 5
+MARGIN = 0.8
+"""The part of the lease's time in which its holder relies on it: clocks do not run equally fast."""
+
+logger = logging.getLogger(__name__)
+
+
+class Leadership:
+    """One copy's part in the lease. `holder` names the copy and is unlike any other's; `key` is the lease's key."""
+
+    def __init__(
+        self, store: Store, key: str, *, holder: str, ttl_s: float = TTL_S, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._holder = holder
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._until_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self.other = ""
+        """The copy that held the lease at the last renewal; empty: this one, or Redis did not answer."""
+        self.failure = ""
+        """Why the last renewal failed; empty: it did not."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this copy may act now."""
+        return self._clock.monotonic() < self._until_s
+
+    async def renew(self) -> bool:
+        """Takes or renews the lease if it is free or held here; returns whether it is held here then."""
+        began_s = self._clock.monotonic()
+        try:
+            answer = await self._store.run_patiently(_RENEW, (self._key,), (self._holder, round(self._ttl_s * 1000)))
+        except StoreUnavailable as error:
+            self.other, self.failure = "", str(error)
+            return self.is_held
+        found = answer.decode("utf-8", "replace")[:64] if isinstance(answer, bytes) else ""
+        self.other, self.failure = "" if found == self._holder else found, ""
+        self._until_s = began_s + MARGIN * self._ttl_s if found == self._holder else 0.0
+        return self.is_held
+
+    def start(self) -> None:
+        """Begins to renew the lease, on the running loop."""
+        self._task = asyncio.create_task(self._renew_always(), name="leadership")
+
+    async def close(self) -> None:
+        """Stops renewing and gives the lease to others, if it is held here."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        self._until_s = 0.0
+        with contextlib.suppress(StoreUnavailable):  # it runs out by itself
+            await self._store.run_patiently(_RELEASE, (self._key,), (self._holder,))
+
+    async def _renew_always(self) -> None:
+        while True:
+            was_held = self.is_held
+            if await self.renew() != was_held:
+                logger.info("leadership changed", extra={"held": self.is_held, "other": self.other})
+            await asyncio.sleep(self._ttl_s / RENEWALS_PER_TTL)
+
+
+_RENEW = Script("""
+local holder = redis.call('GET', KEYS[1])
+if not holder or holder == ARGV[1] then
+    redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+    return ARGV[1]
+end
+return holder
+""")
+_RELEASE = Script("""
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 0
+""")

@@ -1,0 +1,61 @@
+"""`tandem profile` against an endpoint that takes known times."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.bench_load import Ask, Reply
+from cli.main import main
+from cli.profile import _step_s
+from planning.simulator.measured import read_measured
+
+
+def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
+    api: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer() -> list[Any]:
+        _, body = api.requests[-1]
+        num_prompt, num_new = len(body["prompt"].split()), body["max_tokens"]
+
+        def pieces() -> Any:
+            time.sleep(0.005 + num_prompt * 5e-5)
+            for number in range(num_new):
+                if number:
+                    time.sleep(0.004)
+                yield {"choices": [{"text": "x"}]}
+            yield {"choices": [], "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new}}
+            yield b"data: [DONE]\n\n"
+
+        return pieces()  # type: ignore[no-any-return]
+
+    worker = {"role": "decode", "model": "m", "kv_bytes_per_token": 100, "page_tokens": 16, "max_running": 4}
+    api.routes["GET /v1/models"] = (200, {"data": [{"id": "m"}]})
+    api.routes["GET /cluster"] = (200, {"workers": [{**worker, "pages": {"total": 100}}]})
+    api.routes["POST /v1/completions"] = answer
+    file = tmp_path / "m.json"
+    words = ["--url", api.url, "--prompts", "20,100,200", "--batches", "1,2", "--contexts", "20,100"]
+    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2"]) == 0
+    assert "m: prompts: error mean" in capsys.readouterr().out
+    found = read_measured(file)
+    assert (found.kv_tokens, found.max_batch, found.kv_bytes_per_token) == (1600, 4, 100)
+    law = found.profile.law
+    assert 0.008 <= law.prefill.time_s(100) < 0.04
+    assert 0.004 <= law.decode_at(2).step_s(2, 100) < 0.012
+    assert main(["plan", "--measured", str(file), "--rate", "1", "--input", "50", "--output", "20", "--ttft", "1"]) == 0
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * n, "input_length": 50, "output_length": 8, "hash_ids": [n]} for n in range(5)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["replay", str(trace), "--measured", str(file)]) == 0
+
+
+def test_steps_are_those_in_which_all_answers_run() -> None:
+    early = Reply(Ask(0.0, (), 11), 0.0, [n * 0.01 for n in range(11)], 0.1, 1, 11)
+    late = Reply(Ask(0.0, (), 11), 0.0, [0.05 + n * 0.02 for n in range(11)], 0.25, 1, 11)
+    assert _step_s([early, late]) == pytest.approx(0.015)
+    two_each = Reply(Ask(0.0, (), 21), 0.0, [n * 0.01 for n in range(11)], 0.1, 1, 21)
+    assert _step_s([two_each]) == pytest.approx(0.005)
+    alone = Reply(Ask(0.0, (), 3), 0.0, [0.0, 0.02], 0.02, 1, 3)
+    assert _step_s([alone]) == pytest.approx(0.01)

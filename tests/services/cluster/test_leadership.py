@@ -1,0 +1,68 @@
+"""One of several copies holds the lease, and none without Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.cluster.leadership import Leadership
+from services.cluster.redis_store import Store
+from services.runtime.clock import ManualClock
+from tests.limited_redis import LimitedRedis
+
+
+@pytest.fixture
+async def other_store(redis_server: LimitedRedis) -> AsyncIterator[Store]:
+    store = Store(redis_server.url, cluster="test")
+    yield store
+    await store.close()
+
+
+async def test_one_holds_it_until_it_gives_it_back(patient_store: Store, other_store: Store) -> None:
+    key = patient_store.keys.autoscaler
+    first, second = Leadership(patient_store, key, holder="a"), Leadership(other_store, key, holder="b")
+    assert await first.renew()
+    assert not await second.renew()
+    assert second.other == "a"
+    assert await first.renew(), "the holder renews"
+    await second.close()
+    assert not await second.renew(), "what is another's is not given back"
+    await first.close()
+    assert not first.is_held
+    assert await second.renew()
+
+
+async def test_a_dead_holders_lease_runs_out(patient_store: Store, other_store: Store) -> None:
+    key = patient_store.keys.autoscaler
+    dead, next_one = Leadership(patient_store, key, holder="a", ttl_s=0.2), Leadership(other_store, key, holder="b")
+    assert await dead.renew()
+    assert not await next_one.renew()
+    await asyncio.sleep(0.25)
+    assert not dead.is_held
+    assert await next_one.renew()
+    assert not await dead.renew()
+    assert dead.other == "b"
+
+
+async def test_the_holder_stops_relying_on_it_before_it_runs_out(patient_store: Store) -> None:
+    clock = ManualClock()
+    leadership = Leadership(patient_store, patient_store.keys.autoscaler, holder="a", ttl_s=10.0, clock=clock)
+    assert await leadership.renew()
+    clock.advance(7.9)
+    assert leadership.is_held
+    clock.advance(0.2)
+    assert not leadership.is_held
+
+
+async def test_without_redis_nobody_acts_for_long() -> None:
+    server = LimitedRedis()
+    with server:
+        store, clock = Store(server.url, cluster="test"), ManualClock()
+        leadership = Leadership(store, store.keys.autoscaler, holder="a", ttl_s=10.0, clock=clock)
+        assert await leadership.renew()
+    assert await leadership.renew(), "it relies on the lease until that would have run out"
+    assert "Redis" in leadership.failure
+    clock.advance(8.1)
+    assert not await leadership.renew()
+    await leadership.close()
+    await store.close()
