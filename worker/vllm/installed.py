@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.runtime.errors import ConfigError
 
-SUPPORTED_VERSIONS = ("0.32",)
+SUPPORTED_VERSIONS = ("0.31", "0.32")
 """Those whose connector, scheduler, sampling and KV layouts this package knows."""
 INSTALL_COMMAND = "make install-vllm"
 ASK_TIMEOUT_S = 60.0

@@ -46,8 +46,8 @@ def test_this_process_has_none() -> None:
 
 def test_a_version_that_is_not_known_is_refused_with_those_that_are() -> None:
     assert [check_version(f"{one}.9") for one in SUPPORTED_VERSIONS] == [f"{one}.9" for one in SUPPORTED_VERSIONS]
-    for version in ("0.3", "0.31.2", "0.320.1", "1.32.0", "0.99.1"):
-        with pytest.raises(ConfigError, match=f"vLLM {version} is installed.* takes 0.32:"):
+    for version in ("0.3", "0.30.2", "0.320.1", "0.33.0", "1.32.0", "0.99.1"):
+        with pytest.raises(ConfigError, match=f"vLLM {version} is installed.* takes 0.31 and 0.32:"):
             check_version(version)
     with pytest.raises(ConfigError, match="`make install-vllm`"):
         check_version(None)
