@@ -5,6 +5,10 @@
 The same requests go to each of the three in turn, round after round. Each worker has a core of its own; the single
 server has both. Whether answers agree is not asked here: `make test-vllm` does.
 
+Then, one prompt of 2,000 tokens after the other is handed over on each channel: computed in one step, of which nothing
+is sent before its end, for what a handoff takes; and in steps of the usual size, for the part that computing does not
+hide. NIXL's figures are those that vLLM's decode server tells; it begins when the prompt has been computed.
+
 FOLDER has what vLLM's own way needs beside vLLM (`pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1
 mooncake-transfer-engine-non-cuda==0.3.13.post1`); the proxy of the last one is vLLM's example. With vLLM's build for
 CPUs, whose distribution is not called vllm, it also needs a folder `vllm-0.32.0+cpu.dist-info` with a METADATA of that
@@ -16,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -41,8 +46,14 @@ AT_ONCE = 4
 AIM = 1.5
 START_TIMEOUT_S = 180.0
 KV_BYTES = 1 << 30
+HANDOFF_TOKENS, HANDOFF_ANSWER_TOKENS = 2000, 16
+ONE_STEP = "--chunk-tokens=2048"
+CHANNELS = ("shm", "tcp")
+EXPOSED, NIXL = "tandem_handoff_exposed_seconds", "vllm:nixl_xfer_time_seconds"
 TASKSET = shutil.which("taskset") or "taskset"
 PROXY = "mooncake/vllm_v1_proxy_server.py"
+System = tuple[Endpoint, str]
+"""Where prompts go, and the address of the metrics that tell of handoffs."""
 
 
 def main() -> None:
@@ -50,7 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with the packages of vLLM's own prefill and decode")
     parser.add_argument("--requests", type=int, default=16, help="requests of a round")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds; medians of them are printed")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, of which medians are printed; 0: handoffs only")
+    parser.add_argument("--handoffs", type=int, default=10, help="long prompts on each channel; 0: rounds only")
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="the two cores")
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -62,21 +74,22 @@ def main() -> None:
                 if name != "pair" or arguments.peers is not None:
                     found.append(measure(name, model, arguments, number))
                     print(name, json.dumps(found[-1]), flush=True)
+        costs = handoffs(model, arguments) if arguments.handoffs else {}
     medians = {name: _medians(found) for name, found in figures.items() if found}
     rates = {name: found["requests_per_s"] for name, found in medians.items()}
-    ratios = {"over one server": Ratio(rates["ours"] / rates["single"])}
+    ratios = {"over one server": Ratio(rates["ours"] / rates["single"])} if rates else {}
     if "pair" in rates:
         ratios["over its own pair"] = Ratio(rates["ours"] / rates["pair"], AIM)
     for name, ratio in ratios.items():
         print(f"requests/s {name}: {ratio.value:.2f}" + ("" if ratio.aim is None else f" (aim {ratio.aim})"))
-    leave(arguments, "vllm_engine", {"rounds": figures, "medians": medians}, ratios)
+    leave(arguments, "vllm_engine", {"rounds": figures, "medians": medians, "handoffs": costs}, ratios)
 
 
 def measure(name: str, model: Path, arguments: argparse.Namespace, seed: int) -> dict[str, float]:
     """Starts one of the three, asks it the requests of a round, and ends it."""
     systems = {"ours": _ours, "pair": _pair, "single": _single}
     began_s = time.monotonic()
-    with systems[name](model, arguments) as endpoint:
+    with systems[name](model, arguments) as (endpoint, _):
         start_s = time.monotonic() - began_s
         uvloop.run(_ask(endpoint, AT_ONCE, seed=1000 + seed))  # what is compiled with the first requests
         answers, seconds = uvloop.run(_ask(endpoint, arguments.requests, seed=seed))
@@ -94,6 +107,49 @@ def measure(name: str, model: Path, arguments: argparse.Namespace, seed: int) ->
     }
 
 
+def handoffs(model: Path, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Returns and prints what the handoff of a long prompt takes on each channel, in ms, medians."""
+    found = {}
+
+    def note(channel: str, whole_ms: float, exposed_ms: float) -> None:
+        figures = {"whole_ms": whole_ms, "not_hidden_ms": exposed_ms, "share_not_hidden": exposed_ms / whole_ms}
+        found[channel] = figures
+        print(f"{HANDOFF_TOKENS} tokens by {channel}:", json.dumps(figures), flush=True)
+
+    for channel in CHANNELS:
+        with _ours(model, arguments, f"--transport={channel}", ONE_STEP) as system:
+            whole_ms = _handoff_ms(*system, EXPOSED, arguments.handoffs)
+        with _ours(model, arguments, f"--transport={channel}") as system:
+            note(channel, whole_ms, _handoff_ms(*system, EXPOSED, arguments.handoffs))
+    if arguments.peers is not None:
+        with _pair(model, arguments) as system:
+            whole_ms = _handoff_ms(*system, NIXL, arguments.handoffs)
+        note("nixl", whole_ms, whole_ms)
+    return found
+
+
+def _handoff_ms(endpoint: Endpoint, metrics: str, name: str, number: int) -> float:
+    """Returns the median of a histogram's increases from one prompt to the next; the first prompt is not counted."""
+    taken_ms, chance = [], random.Random(number)
+    before_s = 0.0
+    for index in range(number + 1):
+        prompt = [chance.randrange(FIRST_TOKEN_ID, 4000) for _ in range(HANDOFF_TOKENS)]
+        answer = uvloop.run(endpoint.ask(prompt, HANDOFF_ANSWER_TOKENS))
+        if answer.failure:
+            raise RuntimeError(f"a request failed: {answer.failure}")
+        _wait_until(lambda count=index: _sum_of(metrics, f"{name}_count") > count)  # type: ignore[misc]
+        after_s = _sum_of(metrics, f"{name}_sum")
+        taken_ms.append(1e3 * (after_s - before_s))
+        before_s = after_s
+    return statistics.median(taken_ms[1:])
+
+
+def _sum_of(metrics: str, name: str) -> float:
+    with urllib.request.urlopen(metrics, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[{{ ]", line))
+
+
 async def _ask(endpoint: Endpoint, num_requests: int, *, seed: int) -> tuple[list[Timing], float]:
     chance = random.Random(seed)
 
@@ -109,21 +165,21 @@ def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _ours(model: Path, arguments: argparse.Namespace) -> Iterator[Endpoint]:
+def _ours(model: Path, arguments: argparse.Namespace, *more: str) -> Iterator[System]:
     flags = ("--engine=vllm", "--dtype=float32", f"--kv-memory={KV_BYTES}", "--local-prefill-tokens=0")
-    with running_cluster(*flags, model=model) as cluster:  # it gives each worker a core
-        yield ours(cluster.http)
+    with running_cluster(*flags, *more, model=model) as cluster:  # it gives each worker a core
+        yield ours(cluster.http), f"{cluster.http}/metrics"
 
 
 @contextlib.contextmanager
-def _single(model: Path, arguments: argparse.Namespace) -> Iterator[Endpoint]:
+def _single(model: Path, arguments: argparse.Namespace) -> Iterator[System]:
     port = _free_port()
     with _server(model, arguments, arguments.cores, port):
-        yield _endpoint(model, port)
+        yield _endpoint(model, port), f"http://127.0.0.1:{port}/metrics"
 
 
 @contextlib.contextmanager
-def _pair(model: Path, arguments: argparse.Namespace) -> Iterator[Endpoint]:
+def _pair(model: Path, arguments: argparse.Namespace) -> Iterator[System]:
     first, second = arguments.cores
     ports, port = (_free_port(), _free_port()), _free_port()
     proxy = [sys.executable, str(arguments.peers / PROXY), "--host", "127.0.0.1", "--port", str(port)]
@@ -135,7 +191,7 @@ def _pair(model: Path, arguments: argparse.Namespace) -> Iterator[Endpoint]:
         _program(proxy, {}, arguments.cores),
     ):
         _wait_until(lambda: _answers(port, "/healthcheck"))
-        yield _endpoint(model, port)
+        yield _endpoint(model, port), f"http://127.0.0.1:{ports[1]}/metrics"
 
 
 def _endpoint(model: Path, port: int) -> Endpoint:
