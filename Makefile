@@ -6,8 +6,9 @@ PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
 # What has this before it is the same on every machine: `make test-gpu` and `make bench-gpu` are for a GPU.
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-# Test processes at a time. Most tests wait for sockets and processes more than they compute: four keep two cores busy.
-TEST_WORKERS ?= 4
+# Test processes at a time. Most tests wait for sockets and processes more than they compute. Beside three others on two
+# cores, what a tenth of a second is enough for may come too late.
+TEST_WORKERS ?= 3
 # Bytecode is kept, whatever the environment says: the tests start hundreds of processes, and each would compile all sources.
 TEST_ENV := $(NO_GPU) PYTHONDONTWRITEBYTECODE=
 BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference

@@ -62,6 +62,7 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "NAME",
         "TEXT",
         "NUMBERS",
+        "NETWORKS",
     }
     assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {"NAME=COUNT"}
 

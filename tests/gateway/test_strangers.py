@@ -79,7 +79,10 @@ async def test_strangers_are_not_used_and_named_once(
                 await asyncio.sleep(0.01)
         assert topology.num_ready("decode") == 0
     told = [record for record in caplog.records if "not of one cluster" in record.message]
-    assert [(record.levelname, record.worker) for record in told] == [("WARNING", "decode-0")]
+    # On a busy machine a try may end by its time, and what the next one ends by is news then.
+    broken = [record for record in caplog.records if record.message == "session ended"]
+    assert 1 <= len(told) <= 1 + len(broken)
+    assert {(record.levelname, record.worker) for record in told} == {("WARNING", "decode-0")}
     assert why in told[0].reason
 
 

@@ -3,6 +3,8 @@
 The cluster is of real processes and certificates. What needs links between machines is in `tests.machines.troubles`.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,16 +16,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import redis
 
+from cli.main import main
 from services.runtime.tls import TlsFiles, client_context
 from tests.certificates import Authority
 from tests.faults.harness import FaultCluster, Program
 
 ROOT = Path(__file__).resolve().parents[2]
-TANDEM = [sys.executable, "-m", "cli.main"]
 TIMEOUT_S = 60.0
 pytestmark = pytest.mark.timeout(300)
 RAW_LINE = re.compile(r"^[IWEF]\d{4} ")
@@ -69,17 +72,14 @@ class Watched:
         return self.troubles()
 
     def run(self, command: str) -> tuple[int, str]:
-        given = {} if self._ca is None else {"TANDEM_TLS_CA": str(self._ca)}
-        ended = subprocess.run(
-            [*TANDEM, command, "--url", self.url],
-            cwd=ROOT,
-            env={**os.environ, **given},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        return ended.returncode, ended.stdout + ended.stderr
+        """Exit code and output, of this process: `doctor` imports torch to see that it can be, and takes seconds."""
+        given, said = {} if self._ca is None else {"TANDEM_TLS_CA": str(self._ca)}, io.StringIO()
+        with (
+            mock.patch.dict(os.environ, given),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            return main([command, "--url", self.url]), said.getvalue()
 
     def log(self, kind: str, subject: str) -> list[dict[str, Any]]:
         """What the gateway has said of a trouble."""

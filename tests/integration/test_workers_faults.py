@@ -170,7 +170,7 @@ async def test_told_to_leave_they_finish_first(start_worker: Make, make_gateway:
     prefill = start_worker("prefill", "prefill-leaving", **FLAGS)
     decode = start_worker("decode", "decode-leaving", metrics_port=0, **FLAGS)
     gateway = await make_gateway().connected_to(prefill, decode)
-    answer = await gateway.begin("last", prompt(700), max_tokens=200)
+    answer = await gateway.begin("last", prompt(700), max_tokens=800)
     await answer.until("prefill_started")
     prefill.process.send_signal(signal.SIGTERM)
     await gateway.decode.send(drain=worker_pb2.DrainWorker())
@@ -179,7 +179,7 @@ async def test_told_to_leave_they_finish_first(start_worker: Make, make_gateway:
     assert late.error.code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     await answer.until("finished", "failed")
     assert answer.error is None
-    assert len(answer.token_ids) == 200
+    assert len(answer.token_ids) == 800
     assert await prefill.ended() == 0, prefill.log.read_text()
     assert await decode.ended() == 0, decode.log.read_text()
     for worker in (prefill, decode):

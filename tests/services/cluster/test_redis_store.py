@@ -28,7 +28,10 @@ async def fails(store: Store) -> float:
     return time.monotonic() - began_s
 
 
-async def test_scripts_answer_and_survive_a_restart_and_a_flush(store: Store, redis_server: LimitedRedis) -> None:
+async def test_scripts_answer_and_survive_a_restart_and_a_flush(
+    patient_store: Store, redis_server: LimitedRedis
+) -> None:
+    store = patient_store
     assert await store.run(ECHO, (), ("x",)) == b"x"
     redis_server.kill()
     await fails(store)

@@ -19,6 +19,11 @@ KEYS = Keys("test")
 CONFIGURED, OTHER = "1" * 64, "2" * 64
 
 
+@pytest.fixture
+def store(patient_store: Store) -> Store:
+    return patient_store
+
+
 async def test_the_first_process_puts_its_secret_there_and_the_others_take_it(
     redis_server: EmbeddedRedis, store: Store
 ) -> None:
