@@ -159,7 +159,7 @@ async def serve_until_drained(
 
 
 async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
-    """Returns when a gateway has found this worker as a ready one, or when none is there to find it."""
+    """Returns when a gateway has found this worker as a ready one, or at once where no registry lists it."""
     if lease is None:
         return  # gateways are told of it in other ways, and when they like
     while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event

@@ -27,6 +27,10 @@ _authorities: dict[str, Path] = {}
 """Files of the CA of addresses that speak TLS."""
 
 
+BROKEN_CONNECTION = ("socket closed", "reset", "goaway", "stream removed")
+"""What gRPC says where a connection ends, in words that no refusal has."""
+
+
 class Refused(Exception):
     """The server answered with an error."""
 
@@ -266,10 +270,7 @@ async def _take_responses(call: Any, answer: Answer) -> None:
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
             raise NotConnected(details) from error
-        is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and (
-            "socket closed" in details.lower() or "reset" in details.lower() or "goaway" in details.lower()
-        )
-        if is_broken:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and any(words in details.lower() for words in BROKEN_CONNECTION):
             raise Broken(details) from error
         raise Refused(error.code().name, details) from error
     finally:
