@@ -26,6 +26,8 @@ from services.runtime.identity import identity_fields
 
 TICK_S = 1.0
 MAX_WATCHERS = 16
+MAX_OPEN = 50
+"""The answers that wait or run which an update names, those that came first."""
 SPEED_TOKENS = 512
 """The length of the prompt that tells how fast prompts are computed."""
 
@@ -148,6 +150,10 @@ class Feed:
             "now_unix_s": self._clock.unix_ns() / 1e9,
             "last_number": self._requests.log.history.last_number,
             "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
+            "open": {
+                "answers": self._requests.open_answers(MAX_OPEN),
+                "total": self._requests.num_open_answers,
+            },
             "workers": [self._worker(member, circuits.get(member.record.id)) for member in self._topology.members()],
             "troubles": [asdict(trouble) for trouble in self._troubles.all()],
         }

@@ -11,7 +11,8 @@ from gateway.observability.history import PRICE_PARTS, AnswerStory, AttemptStory
 class Bar(msgspec.Struct, frozen=True):
     """A part of an answer's time, in microseconds since the request came. `attempt` counts from 1; 0: before any.
 
-    `chunks` are the steps of a prefill worker within it: (began, ended, tokens of the prompt).
+    `chunks` are the steps of a prefill worker within it: (began, ended, tokens of the prompt). `predicted_us` is what
+    it was expected to take when its attempt's way was chosen; None: nothing was expected.
     """
 
     phase: str
@@ -20,6 +21,7 @@ class Bar(msgspec.Struct, frozen=True):
     attempt: int = 0
     worker: str = ""
     chunks: list[tuple[int, int, int]] = []
+    predicted_us: int | None = None
 
 
 def bars(answer: AnswerStory) -> list[Bar]:
@@ -39,24 +41,38 @@ def bars(answer: AnswerStory) -> list[Bar]:
         if phase == "queue":
             coming = attempts[number] if number < len(attempts) and attempts[number].placed_us <= ended_us else None
             split_us = ended_us if coming is None else min(max(coming.began_us, began_us), ended_us)
-            drawn.append(Bar("queue", began_us, split_us))
+            expected_us = None if coming is None else coming.predicted_queue_us
+            drawn.append(Bar("queue", began_us, split_us, predicted_us=expected_us))
             if coming is not None:
                 drawn.append(Bar("route", split_us, ended_us, number + 1))
         elif phase == "prefill" and attempt is not None:
             worker = attempt.prefill or attempt.decode
             split_us = min(began_us + attempt.waited_us, ended_us)
             if split_us > began_us:
-                drawn.append(Bar("waiting", began_us, split_us, number, worker))
+                drawn.append(Bar("waiting", began_us, split_us, number, worker, predicted_us=attempt.predicted_wait_us))
             chunks = [
                 (min(split_us + since_us, ended_us), min(split_us + since_us + spent_us, ended_us), num_tokens)
                 for since_us, spent_us, num_tokens in attempt.chunks
             ]
-            drawn.append(Bar("prefill", split_us, ended_us, number, worker, chunks))
+            first_us = max(0, attempt.predicted_ttft_us - attempt.predicted_wait_us)
+            drawn.append(Bar("prefill", split_us, ended_us, number, worker, chunks, first_us))
         else:
             between = f"{attempt.prefill} → {attempt.decode}" if attempt and attempt.prefill else ""
             at = attempt.decode if attempt else ""
-            drawn.append(Bar(phase, began_us, ended_us, number, (between or at) if phase == "transfer" else at))
+            expected_us = _expected_us(answer, phase) if number == 1 else None
+            where = (between or at) if phase == "transfer" else at
+            drawn.append(Bar(phase, began_us, ended_us, number, where, predicted_us=expected_us))
     return drawn
+
+
+def _expected_us(answer: AnswerStory, phase: str) -> int | None:
+    """Returns what was expected of the transfer or the generation of an answer that was tried once; None: nothing."""
+    attempt = answer.predicted()
+    if attempt is None or phase == "queue":
+        return None
+    if phase == "transfer":
+        return attempt.predicted_exposed_us
+    return attempt.predicted_itl_us * max(0, answer.tokens - 1)
 
 
 _REASONS = {
@@ -80,6 +96,13 @@ def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
         more_us = attempt.rival_us - attempt.price_us
         more = f"{_said(abs(more_us))} {'more' if more_us > 0 else 'less'}" if more_us else "the same price"
         said.append(f"the next best was {attempt.rival}, for {more}")
+    if attempt.waited_us:
+        worker = attempt.prefill or attempt.decode
+        ahead = f", which had {attempt.ahead_tokens} tokens of other prompts to compute" if attempt.ahead_tokens else ""
+        said.append(
+            f"the prompt waited {_said(attempt.waited_us)} in {worker}{ahead}; {_said(attempt.predicted_wait_us)} "
+            "were expected"
+        )
     if attempt.cached_tokens:
         said.append(f"{attempt.cached_tokens} of {prompt_tokens} tokens of the prompt were expected in its cache")
     return said
@@ -88,7 +111,7 @@ def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
 def parts(attempt: AttemptStory) -> dict[str, int]:
     """Returns the parts of the price, in microseconds by name, the largest first; without those that are 0."""
     by_size = sorted(attempt.parts_us.items(), key=lambda part: -part[1])
-    return {PRICE_PARTS.get(name, name): spent_us for name, spent_us in by_size if spent_us}
+    return {PRICE_PARTS[name]: spent_us for name, spent_us in by_size if spent_us}
 
 
 def _said(microseconds: int) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.scheduling.overload import Targets
+from services.scheduling.routing.price import INTERFERENCE
 from services.scheduling.routing.route import Route
 
 MAX_REQUESTS = 2000
@@ -40,11 +41,24 @@ PRICE_PARTS = {
     "prefill_place_s": "prefill worker's place",
     "remote_redone_s": "computing again what others hold",
     "decode_queue_s": "decode worker's queue",
+    "itl_cost_s": "answers there that wait for the prompt",
+    "local_redone_s": "computing again what others hold",
     "decode_s": "generating",
     "decode_pressure_s": "decode worker's last pages",
     "decode_place_s": "decode worker's place",
+    "prompt": "computing the prompt",
 }
 """The terms of a price (`services.scheduling.routing`) that a story tells, and their names."""
+_COMMON_TERMS = {"decode_s": 1.0, "decode_pressure_s": 1.0, "decode_place_s": 1.0}
+_TERMS_OF_WAY = {
+    True: {
+        **dict.fromkeys(("prefill_queue_s", "transfer_s", "displaced_s", "hot_spot_s"), 1.0),
+        **dict.fromkeys(("prefill_pressure_s", "prefill_place_s", "remote_redone_s"), 1.0),
+        "decode_queue_s": INTERFERENCE,
+    },
+    False: {"decode_queue_s": 1.0, "itl_cost_s": 1.0, "local_redone_s": 1.0},
+}
+"""The terms of a prompt that a prefill worker computes and of one that the decode worker does, and what each counts."""
 
 
 class AttemptStory(msgspec.Struct, omit_defaults=True):
@@ -58,7 +72,9 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
     `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens). `failure`: what
     ended the attempt before the answer was complete. `uncorrected_us`: both predictions before earlier ones corrected
-    them (0: they were not).
+    them (0: they were not). `predicted_queue_us` is the predicted wait for workers, `predicted_wait_us` that in the
+    worker that computes the prompt, which had `ahead_tokens` of other prompts to compute, and `predicted_itl_us` the
+    time of each token after the second. `parts_us` sum up to `price_us`.
     """
 
     began_us: int
@@ -85,6 +101,10 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     predicted_second_us: int = 0
     predicted_exposed_us: int = 0
     uncorrected_us: tuple[int, int] = (0, 0)
+    predicted_queue_us: int = 0
+    predicted_wait_us: int = 0
+    predicted_itl_us: int = 0
+    ahead_tokens: int = 0
 
     @property
     def way(self) -> tuple[str, str]:
@@ -128,12 +148,22 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             # Without a prefill worker there was no other way.
             _us(other_s) if route.prefills else None,
             *(("", None) if rival is None else (rival[0], _us(rival[1]))),
-            {name: _us(term) or 0 for name in PRICE_PARTS if (term := inputs.get(name))},
+            _parts(route),
             predicted_second_us=_us(route.predicted_second_s) or 0,
             predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
             uncorrected_us=(_us(uncorrected_s[0]) or 0, _us(uncorrected_s[1]) or 0) if uncorrected_s else (0, 0),
+            predicted_wait_us=_us(inputs.get("prefill_queue_s" if route.is_remote else "decode_queue_s")) or 0,
+            predicted_itl_us=_us(route.predicted_itl_s) or 0,
+            ahead_tokens=next((one.waiting_tokens for one in route.prefills if one.worker_id == prefill), 0)
+            if route.is_remote
+            else route.decode.waiting_tokens,
         )
         self._add(attempt)
+
+    def note_wait(self, predicted_s: float | None) -> None:
+        """Notes how long it was predicted to wait for the workers of its last attempt; None: it was not judged."""
+        if self.attempts:
+            self.attempts[-1].predicted_queue_us = _us(predicted_s) or 0
 
     def note_move(self, decode: str, at_us: int) -> None:
         """Notes that it continues at another decode worker, with its pages."""
@@ -216,6 +246,8 @@ class Row(msgspec.Struct, kw_only=True, gc=False):
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is looked for. `q`: words that must all occur somewhere; the others must be equal, empty: any.
+
+    An `outcome` that begins with a minus is left out.
 
     `before`: only requests with a smaller number, for the next page of a list.
     """
@@ -322,7 +354,7 @@ class History:
                 and query.model in ("", row.model)
                 and query.tenant in ("", row.tenant)
                 and query.service_class in ("", row.service_class)
-                and query.outcome in ("", row.outcome)
+                and _has_outcome(row, query.outcome)
                 and (not query.worker or query.worker in row.workers.split(" "))
             ):
                 yield row
@@ -334,8 +366,23 @@ class History:
         return is_first_in_time and (itl_s is None or answer.tpot_us <= itl_s * 1e6)
 
 
+def _has_outcome(row: Row, asked: str) -> bool:
+    return asked[1:] != row.outcome if asked.startswith("-") else asked in ("", row.outcome)
+
+
 def _has_all(text: str, words: Sequence[str]) -> bool:
     return all(word in text for word in words)
+
+
+def _parts(route: Route) -> dict[str, int]:
+    """Returns the terms of the price of the way that was taken, in microseconds; they sum up to it."""
+    price_us = _us(route.inputs.get("price_s"))
+    if price_us is None:
+        return {}
+    weights = _COMMON_TERMS | _TERMS_OF_WAY[route.is_remote]
+    terms = {name: float(route.inputs.get(name, 0.0)) * weight for name, weight in weights.items()}
+    parts = {name: spent_us for name, term_s in terms.items() if (spent_us := _us(term_s))}
+    return {**parts, "prompt": price_us - sum(parts.values())}
 
 
 def _us(seconds: float | int | str | None) -> int | None:

@@ -236,6 +236,29 @@ class WorkerCounts(Exact):
     host_tier: HostTier | None
 
 
+class PromptSpeed(Exact):
+    """Seconds of n tokens of a prompt after c others: overhead_s + s_per_token·n + s_per_token_squared·(n² + 2·n·c)."""
+
+    overhead_s: float
+    s_per_token: float
+    s_per_token_squared: float
+
+
+class StepSpeed(Exact):
+    """Seconds of a step: overhead_s + s_per_sequence·sequences + s_per_context_token·(tokens looked back on)."""
+
+    overhead_s: float
+    s_per_sequence: float
+    s_per_context_token: float
+
+
+class Speeds(Exact):
+    """A worker's measured speeds; null: not measured."""
+
+    prefill: PromptSpeed | None
+    decode: StepSpeed | None
+
+
 class Worker(Exact):
     """One worker process as this gateway sees it."""
 
@@ -259,8 +282,13 @@ class Worker(Exact):
     clock_ahead_s: float | None
     channels: dict[str, str]
     pages: Pages
+    page_tokens: int
+    kv_bytes_per_token: int
     running: int
+    max_running: int
     waiting: int
+    waiting_tokens: int
+    speed: Speeds
     gpu: Gpu | None
     circuit: Circuit | None
     counts: WorkerCounts | None

@@ -11,6 +11,7 @@ worker that is leaving, and `observer` tells metrics, log and traces what happen
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from gateway.limits import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, SLOW_REQUEST_S, ModelLimits
@@ -29,7 +30,7 @@ from gateway.requests.dispatch import Dispatcher, PrefixHints
 from gateway.requests.failover import TRY_AGAIN, Failover, reason_of
 from gateway.requests.migration import Moves
 from gateway.requests.monitor import Monitor
-from gateway.requests.observer import AnswerObserver, PlacementSink, Sinks
+from gateway.requests.observer import AnswerObserver, OpenAnswer, PlacementSink, Sinks
 from gateway.requests.placing import Placing
 from gateway.requests.policies import Policies
 from gateway.requests.promises import Promises
@@ -171,6 +172,19 @@ class Requests:
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
         """Notes that another model than the one asked for answers a call."""
         self._metrics.fallbacks.labels(asked, answering, reason).inc()
+
+    def open_answers(self, most: int) -> list[OpenAnswer]:
+        """Returns the answers that wait or run now, those that came first, at most `most`."""
+        now_s = self._clock.monotonic()
+        return [
+            OpenAnswer.of(request, observer, now_s=now_s)
+            for request, observer in itertools.islice(self._open.items(), most)
+        ]
+
+    @property
+    def num_open_answers(self) -> int:
+        """How many answers wait or run now."""
+        return len(self._open)
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
         """Waits until no call is running. False: some still are after `timeout_s`."""

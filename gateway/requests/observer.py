@@ -13,6 +13,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from gateway.observability.metrics import Metrics
 from gateway.observability.phases import AnswerSpans
 from gateway.observability.request_log import AnswerTrace, Phase, RequestLog
@@ -119,6 +121,7 @@ class AnswerObserver:
             began_us=round((asked_s - spec.arrived_s) * 1e6),
             placed_us=placed_us,
         )
+        trace.story.note_wait(queue_delay_s)
         self._place(request, State.ADMITTED)
 
     def is_steady(self, attempt: Attempt) -> bool:
@@ -280,6 +283,44 @@ class AnswerObserver:
         number, began_unix_ns = request.attempt_number or 1, spec.arrived_unix_ns
         placement = Placement(spec.request_id, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
         sinks.placements.post(placement)
+
+
+class OpenAnswer(msgspec.Struct, frozen=True):
+    """An answer that waits or runs, as people see it. Microseconds; `first_token_us` None: it has no token yet."""
+
+    request_id: str
+    choice: int
+    model: str
+    service_class: str
+    tenant: str
+    phase: str
+    since_us: int
+    first_token_us: int | None
+    prompt_tokens: int
+    tokens: int
+    max_tokens: int
+    attempts: int
+    workers: str
+
+    @classmethod
+    def of(cls, request: RunningAnswer, observer: AnswerObserver, *, now_s: float) -> "OpenAnswer":
+        """Describes an answer at the time `now_s` of the requests' clock."""
+        spec, trace = request.spec, observer.trace
+        return cls(
+            request_id=spec.request_id.rsplit(".", 2)[0],
+            choice=spec.choice,
+            model=spec.model,
+            service_class=spec.facts.service_class,
+            tenant=spec.facts.tenant,
+            phase=trace.phase,
+            since_us=trace.us(now_s),
+            first_token_us=trace.story.first_token_us,
+            prompt_tokens=len(spec.prompt_token_ids),
+            tokens=request.num_tokens,
+            max_tokens=spec.sampling.max_tokens,
+            attempts=trace.num_attempts,
+            workers=" ".join(trace.workers),
+        )
 
 
 def _outcome(error: BaseException | None) -> State:

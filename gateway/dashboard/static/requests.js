@@ -43,8 +43,29 @@ export function reset(models) {
 // Called with every update: reads the list again when there is something new, at most every two seconds.
 export function show(state) {
   started = state.gateway.started_unix_s;
+  showOpen(state.open, state.gateway.targets.ttft_s);
   const isWanted = shownUpTo < 0 || ($("follow").checked && state.last_number !== shownUpTo && shown.length <= PAGE);
   if (isWanted && !isBusy && performance.now() - lastAt > EVERY_MS) load(null, state.last_number);
+}
+
+const OPEN_PHASES = {queue: "waiting for workers", prefill: "computing the prompt", transfer: "handing pages over", decode: "generating"};
+
+// Those that wait or run; one whose first token is later than the target is late already.
+function showOpen({answers, total}, targetS) {
+  $("open-box").hidden = !total;
+  say($("open-note"), `${count(total)} ${total === 1 ? "answer waits or runs" : "answers wait or run"} now${total > answers.length ? `; the ${count(answers.length)} that came first` : ""}`);
+  $("open").tBodies[0].replaceChildren(...answers.map((answer) => {
+    const isLate = targetS !== null && (answer.first_token_us ?? answer.since_us) > targetS * 1e6;
+    const workers = answer.workers.split(" ").filter(Boolean).join(" → ");
+    const tries = answer.attempts > 1 ? `${answer.attempts} attempts` : "";
+    return make("tr", {"data-late": isLate},
+      make("td", {"data-label": "Request", class: "name"}, answer.request_id, make("small", {}, workers)),
+      make("td", {"data-label": "Model and class"}, answer.model, make("small", {}, [answer.service_class, answer.tenant].filter(Boolean).join(" · "))),
+      make("td", {"data-label": "Now"}, make("span", {class: `swatch phase-${answer.phase}`}), OPEN_PHASES[answer.phase], make("small", {}, [isLate && "◷ late", tries].filter(Boolean).join(", "))),
+      make("td", {"data-label": "Since", class: "number"}, micros(answer.since_us)),
+      make("td", {"data-label": "TTFT", class: "number"}, micros(answer.first_token_us)),
+      make("td", {"data-label": "Tokens", class: "number"}, `${count(answer.prompt_tokens)} → ${count(answer.tokens)} of ${count(answer.max_tokens)}`));
+  }));
 }
 
 export function openAddressed() {
@@ -137,7 +158,9 @@ function open(request) {
 function outcome(request) {
   const words = request.outcome === "finished" ? (request.is_good ? "finished" : "finished, late") : [request.outcome, request.code].filter(Boolean).join(": ");
   const tries = request.attempts > request.answers ? `${request.attempts} attempts` : "";
-  return make("span", {class: "outcome", "data-outcome": request.outcome}, `${OUTCOMES[request.outcome] ?? ""} ${words}`, tries && make("small", {}, tries));
+  const isLate = request.outcome === "finished" && !request.is_good;
+  const why = [tries, request.field || request.limit].filter(Boolean).join(", ");
+  return make("span", {class: "outcome", "data-outcome": isLate ? "late" : request.outcome}, `${isLate ? "◷" : OUTCOMES[request.outcome] ?? ""} ${words}`, why && make("small", {}, why));
 }
 
 function phases(request) {
@@ -163,6 +186,8 @@ function tell({request, answers}) {
   if (request.answers) facts.push(["Prompt", `${count(request.prompt_tokens)} tokens, ${count(request.cached_tokens)} cached`], ["Answer", `${count(request.generated_tokens)} tokens`]);
   if (request.ttft_us !== null) facts.push(["First token", `after ${micros(request.ttft_us)}`]);
   if (request.tpot_us !== null) facts.push(["Later tokens", `${micros(request.tpot_us)} each`]);
+  if (request.field || request.rule) facts.push(["Refused for", [request.field, request.rule].filter(Boolean).join(" ")]);
+  if (request.limit) facts.push(["Limit", request.limit]);
   if (request.fallback) facts.push(["Fallback", request.fallback]);
   if (request.trace_id) facts.push(["Trace", request.trace_id]);
   $("story-body").replaceChildren(
@@ -193,9 +218,10 @@ function told(answer, whose, request) {
     return make("tr", {},
       make("th", {scope: "row"}, make("span", {class: `swatch phase-${bar.phase}`}), `${bar.phase}${attempt}`, make("small", {}, bar.worker), chunksOf(bar)),
       make("td", {class: "number"}, `+${micros(bar.began_us)}`), make("td", {class: "number"}, micros(bar.ended_us - bar.began_us)),
+      make("td", {class: "number"}, micros(bar.predicted_us)),
       make("td", {class: "wide"}, track));
   });
-  const head = make("thead", {}, make("tr", {}, make("th", {scope: "col"}, "Phase"), make("th", {scope: "col", class: "number"}, "From"), make("th", {scope: "col", class: "number"}, "Took"), make("th", {scope: "col", class: "wide"}, make("span", {class: "hidden"}, "Drawn"))));
+  const head = make("thead", {}, make("tr", {}, make("th", {scope: "col"}, "Phase"), make("th", {scope: "col", class: "number"}, "From"), make("th", {scope: "col", class: "number"}, "Took"), make("th", {scope: "col", class: "number"}, "Expected"), make("th", {scope: "col", class: "wide"}, make("span", {class: "hidden"}, "Drawn"))));
   return make("section", {},
     make("h3", {}, `Waterfall${whose}`),
     make("table", {class: "waterfall"}, head, make("tbody", {}, ...rows)),
@@ -226,6 +252,6 @@ function why(attempt) {
   if (attempt.bytes) lines.push(make("li", {}, `${count(attempt.pages)} ${attempt.pages === 1 ? "page" : "pages"} (${bytes(attempt.bytes)}) went over ${attempt.transport}, of which ${micros(attempt.exposed_us)} were not hidden by computing.`));
   if (attempt.failure) lines.push(make("li", {class: "trouble"}, `✕ The attempt failed: ${attempt.failure}.`));
   const parts = Object.entries(attempt.parts_us);
-  const price = parts.length ? make("details", {}, make("summary", {}, "What the price was made of"), make("table", {class: "parts"}, make("tbody", {}, ...parts.map(([name, spent]) => make("tr", {}, make("th", {scope: "row"}, name), make("td", {class: "number"}, micros(spent))))))) : "";
+  const price = parts.length ? make("details", {}, make("summary", {}, "What the price was made of"), make("table", {class: "parts"}, make("tbody", {}, ...parts.map(([name, spent]) => make("tr", {}, make("th", {scope: "row"}, name), make("td", {class: "number"}, micros(spent)))), make("tr", {class: "sum"}, make("th", {scope: "row"}, "the price"), make("td", {class: "number"}, micros(attempt.price_us)))))) : "";
   return make("li", {}, make("strong", {}, where), make("ul", {}, ...lines), price);
 }

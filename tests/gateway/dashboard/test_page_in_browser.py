@@ -78,6 +78,8 @@ async def test_clicking_through(system: Any, size: tuple[int, int]) -> None:
         await page.fill("#q", "nobody")
         await expect(page.locator("#list-note")).to_contain_text("None of the 4 remembered requests fits")
         await page.fill("#q", "")
+        await page.select_option("#outcome", "-refused")
+        await expect(page.locator("#list tbody tr")).to_have_count(3)
         await page.select_option("#outcome", "finished")
         await expect(page.locator("#list tbody tr")).to_have_count(3)
 
@@ -87,6 +89,9 @@ async def test_clicking_through(system: Any, size: tuple[int, int]) -> None:
             await expect(story.locator(".waterfall tbody")).to_contain_text(phase)
         await expect(story).to_contain_text("tokens to compute than decode workers do")
         await expect(story).to_contain_text("The first token was predicted")
+        await story.locator("summary").first.click()
+        await expect(story.locator(".parts .sum")).to_contain_text("the price")
+        await expect(story.locator(".waterfall thead")).to_contain_text("Expected")
         await watched.shot(f"story-{size[0]}")
         assert not await watched.is_too_wide()
         assert await page.evaluate(UNNAMED) == []

@@ -1,5 +1,6 @@
 """The data behind the dashboard, the keys that may read it, and that the page brings along all that it needs."""
 
+import asyncio
 import re
 import tomllib
 from importlib import resources
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.dashboard import feed
 from gateway.dashboard.pages import POLICY
 from gateway.dashboard.series import COLUMNS
 from gateway.observability.history import Query
@@ -40,6 +42,29 @@ async def ended(system: Any, count: int) -> Any:
     """The list, once `count` requests have ended."""
     await system.until(lambda: system.gateway.requests.log.history.last_number >= count)
     return (await read(system, "/dashboard/requests"))["requests"]
+
+
+async def test_what_waits_and_runs_is_listed_until_it_ends(make_system: Any, pair_type: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(feed, "MAX_OPEN", 2)
+    system = await make_system()
+    slow = pair_type([5] * 100, step_s=60.0)
+    await system.add_pair(slow)
+    body = {"prompt": [5, 6, 7], "max_tokens": 50, "n": 3}
+    asked = asyncio.create_task(system.http.post("/v1/completions", json=body, headers={"x-request-id": "run.1"}))
+    await system.until(lambda: system.gateway.requests.num_open_answers == 3)
+    states = [one.phase for one in system.gateway.requests.open_answers(9)]
+    assert set(states) <= {"queue", "prefill", "transfer", "decode"}
+    shown = (await read(system, "/dashboard/data"))["open"]
+    assert shown["total"] == 3
+    answers = shown["answers"]
+    assert [(one["request_id"], one["choice"], one["prompt_tokens"], one["max_tokens"]) for one in answers] == [
+        ("run.1", 0, 3, 50),
+        ("run.1", 1, 3, 50),
+    ]
+    assert all(one["since_us"] >= 0 for one in answers)
+    asked.cancel()
+    await system.until(lambda: system.gateway.requests.num_open_answers == 0)
+    assert (await read(system, "/dashboard/data"))["open"] == {"answers": [], "total": 0}
 
 
 async def test_a_snapshot_shows_workers_and_figures(make_system: Any, pair: Any) -> None:

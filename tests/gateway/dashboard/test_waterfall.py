@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from gateway.dashboard.waterfall import bars, parts, reasons
 from gateway.observability.history import AnswerStory, AttemptStory
+from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.route import rival_of
 from services.scheduling.routing.router import Router
 from services.scheduling.routing.views import RouteRequest, WorkerView
@@ -99,9 +101,51 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     spent = list(parts(attempt).values())
     assert spent == sorted(spent, reverse=True)
     assert "generating" in parts(attempt)
+    assert sum(spent) == attempt.price_us
+    computing_s = float(route.inputs["remote_ttft_s"]) - float(route.inputs["prefill_queue_s"])
+    assert parts(attempt)["computing the prompt"] == pytest.approx(computing_s * 1e6, abs=20)
+    attempt.waited_us, attempt.predicted_wait_us = 120_000, 90_000
+    waited = "the prompt waited 120 ms in p-0; 90 ms were expected"
+    assert waited in reasons(attempt, 1000)
+    attempt.ahead_tokens = 3000
+    waited = "the prompt waited 120 ms in p-0, which had 3000 tokens of other prompts to compute; 90 ms were expected"
+    assert waited in reasons(attempt, 1000)
     # What was tried again has nothing to be compared with.
     story.note_route(route, None, prefill="p-0", began_us=15, placed_us=19)
     assert story.predicted() is None
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_the_parts_of_a_price_sum_up_and_only_a_remote_prompt_has_a_transfer(is_remote: bool) -> None:
+    decided = DisaggregationSettings(local_prefill_tokens=0 if is_remote else 10_000)
+    prefills = [view("p-0", waiting_tokens=700)]
+    decodes = [view("d-0", waiting_tokens=400, num_requests=3), view("d-1", waiting_tokens=500, num_requests=4)]
+    asked = RouteRequest(num_prompt_tokens=1000, max_new_tokens=50, kv_bytes_per_token=1000)
+    settings = RoutingSettings(disaggregation=decided)
+    for route in Router(settings=settings).route(asked, prefills, decodes, now_s=0.0):
+        story = AnswerStory([("queue", 0)])
+        story.note_route(route, None, prefill="p-0" if is_remote else "", began_us=0, placed_us=1)
+        (attempt,) = story.attempts
+        assert attempt.is_remote is is_remote
+        assert sum(parts(attempt).values()) == attempt.price_us
+        assert ("transfer" in parts(attempt)) is is_remote
+        assert ("prefill worker's queue" in parts(attempt)) is is_remote
+        assert parts(attempt)["computing the prompt"] > 0
+        assert attempt.ahead_tokens == (700 if is_remote else route.decode.waiting_tokens)
+
+
+def test_what_was_expected_of_each_phase_is_beside_it() -> None:
+    attempt = AttemptStory(
+        20, 30, "d-0", "p-0", is_remote=True, waited_us=10, predicted_ttft_us=50, predicted_second_us=70
+    )
+    attempt.predicted_queue_us, attempt.predicted_wait_us, attempt.predicted_itl_us = 15, 8, 4
+    attempt.predicted_exposed_us = 12
+    steps = [("queue", 0), ("prefill", 30), ("transfer", 90), ("decode", 100)]
+    story = AnswerStory(steps, [attempt], tokens=6, ended_us=130)
+    expected = {bar.phase: bar.predicted_us for bar in bars(story)}
+    assert expected == {"queue": 15, "route": None, "waiting": 8, "prefill": 42, "transfer": 12, "decode": 20}
+    attempt.failure = "worker_lost"
+    assert {bar.phase: bar.predicted_us for bar in bars(story)}["decode"] is None
 
 
 def test_without_prefill_workers_there_was_no_other_way() -> None:

@@ -50,6 +50,7 @@ def test_requests_are_found_by_words_and_by_fields() -> None:
     assert found(history, q="tiny large") == []
     assert found(history, worker="p-1") == ["alpha"]
     assert found(history, tenant="acme", outcome="failed") == ["beta"]
+    assert set(found(history)) - set(found(history, outcome="-failed")) == {"beta"}
     assert found(history, service_class="batch") == ["alpha"]
     assert found(history, model="large", before=3) == ["beta"]
     assert found(history, id="alph") == []
@@ -99,7 +100,7 @@ def test_what_workers_say_that_cannot_be_is_left_out() -> None:
 
 def test_names_of_nobody_are_no_mistake() -> None:
     """Terms of other policies' prices are told as far as the route has them, also where it has none at all."""
-    decode = cast(Any, SimpleNamespace(worker_id="d"))
+    decode = cast(Any, SimpleNamespace(worker_id="d", waiting_tokens=0))
     route = Route(decode, (), False, "x", 0.0, 0.0, 0, {})
     story = AnswerStory([("queue", 0)])
     story.note_route(route, None, prefill="", began_us=0, placed_us=0)
