@@ -77,12 +77,19 @@ def trouble_lines(trouble: Mapping[str, Any]) -> list[str]:
 
 def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     pages = worker.get("pages", {})
-    values = [worker.get(key, "-") for key in ("id", "role", "state", "pid", "address")]
+    values = [worker.get("id", "-"), worker.get("role", "-"), _state(worker)]
+    values += [worker.get("pid", "-"), worker.get("address", "-")]
     values += [pages.get(key, "-") for key in ("total", "free", "cached", "reserved", "used")]
     values += [worker.get("running", "-"), worker.get("waiting", "-")]
     values.append({True: "yes", False: "no"}.get(worker.get("exact", False)))
     values.append((worker.get("identity") or {}).get("engine", "-"))
     return tuple(str(value) for value in values)
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    """The worker's state, and that of its circuit where it is not closed, in the words of `tandem top`."""
+    state, circuit = worker.get("state", "-"), worker.get("circuit")
+    return f"{state}, circuit {circuit['state']}" if circuit else str(state)
 
 
 def _gpu_line(worker: Mapping[str, Any]) -> str:

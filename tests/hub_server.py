@@ -32,6 +32,8 @@ class Hub:
     asked: list[tuple[str, str]] = field(default_factory=list)
     """The path and the range of each request for a file."""
     signatures: list[str] = field(default_factory=list)
+    sizes: dict[str, str] = field(default_factory=dict)
+    """What the listing of S3 says of a file instead of its size."""
     url: str = ""
 
     def listing(self) -> dict[str, Any]:
@@ -46,7 +48,8 @@ class Hub:
 
     def xml(self, prefix: str) -> bytes:
         rows = "".join(
-            f'<Contents><Key>{prefix}{name}</Key><Size>{len(data)}</Size><ETag>"{hashlib.md5(data).hexdigest()}"</ETag></Contents>'
+            f"<Contents><Key>{prefix}{name}</Key><Size>{self.sizes.get(name, len(data))}</Size>"
+            f'<ETag>"{hashlib.md5(data).hexdigest()}"</ETag></Contents>'
             for name, data in self.files.items()
         )
         head = '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'

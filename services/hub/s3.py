@@ -64,17 +64,26 @@ def _listed(model: S3Model, client: httpx2.Client) -> Iterator[tuple[str, int, s
     query = {"list-type": "2", "prefix": f"{model.prefix}/", "delimiter": "/"}
     num_found = 0
     while True:
-        root = _get_listing(f"{_endpoint()}/{model.bucket}?{urlencode(sorted(query.items()), quote_via=quote)}", client)
+        url = f"{_endpoint()}/{model.bucket}?{urlencode(sorted(query.items()), quote_via=quote)}"
+        root = _get_listing(url, client)
         for each in root.iter("Contents"):
             name = (each.findtext("Key") or "").removeprefix(f"{model.prefix}/")
             if _NAME.fullmatch(name) and name.strip("."):
                 num_found += 1
-                yield name, int(each.findtext("Size") or 0), (each.findtext("ETag") or "").strip('"')
+                yield name, _size(each, url), (each.findtext("ETag") or "").strip('"')
         if root.findtext("IsTruncated") != "true":
             break
         query["continuation-token"] = root.findtext("NextContinuationToken") or ""
     if not num_found:
         raise ModelError(f"s3://{model.bucket}/{model.prefix} has no objects")
+
+
+def _size(listed: ElementTree.Element, url: str) -> int:
+    """Returns the bytes of an object. Raises CutOff where its size is no number."""
+    text = listed.findtext("Size") or "0"
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise CutOff(f"{url} answers what is no listing of S3: {text[:32]!r} is no size")
+    return int(text)
 
 
 def _get_listing(url: str, client: httpx2.Client) -> ElementTree.Element:

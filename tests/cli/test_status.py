@@ -48,6 +48,20 @@ def test_a_gpu_in_trouble_is_named_with_what_was_found(api: Any, capsys: pytest.
     assert [line for line in lines if "GPU" in line] == ["GPU of decode-2: out, too_hot, xid_79"]
 
 
+@pytest.mark.parametrize("state", ["suspected", "open", "half_open"])
+def test_a_circuit_that_is_not_closed_is_a_part_of_the_state(
+    api: Any, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    workers = [WORKER | {"circuit": {"state": state, "cause": "slow"}}, WORKER | {"id": "decode-1", "circuit": None}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
+    assert main(["status", "--url", api.url]) == 0
+    heading, first, second, *_ = capsys.readouterr().out.splitlines()
+    place = slice(heading.index("STATE"), heading.index("PID"))
+    assert first[place].strip().startswith(f"ready, circuit {state}")
+    assert second[place].split()[0] == "ready"
+    assert "circuit" not in second
+
+
 def test_what_is_gone_and_what_is_wrong_stand_below_the_workers(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gone = {key: WORKER[key] for key in ("role", "model", "host", "address")} | {"id": "decode-1", "since_unix_s": 1e9}
     told = {"kind": "gone", "subject": "decode-1", "cause": "it vanished", "remedy": "look at it", "since_unix_s": 1e9}

@@ -118,7 +118,7 @@ function counted(counts) {
 function troubles(worker) {
   const said = [];
   if (worker.left_out) said.push(`⚠ gets no work: ${worker.left_out}`);
-  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}: ${worker.circuit_found}`);
+  if (CIRCUITS[worker.circuit]) said.push(`⚠ circuit ${worker.circuit} (${CIRCUITS[worker.circuit]}): ${worker.circuit_found}`);
   if (worker.gpu && worker.gpu.state !== "ok") said.push(`⚠ GPU ${worker.gpu.state}: ${worker.gpu.reasons.join(", ")}`);
   return said;
 }

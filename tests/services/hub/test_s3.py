@@ -49,6 +49,14 @@ def test_another_content_than_listed_is_refused(hub: Hub) -> None:
         local_objects(MODEL, quiet)
 
 
+@pytest.mark.parametrize("size", ["many", "-1", "1e9", "9" * 5000, "\u0663"])
+def test_a_size_that_is_no_number_is_told_and_nothing_is_fetched(hub: Hub, size: str) -> None:
+    hub.sizes["config.json"] = size
+    with pytest.raises(CutOff, match=r"answers what is no listing of S3: '.*' is no size"):
+        local_objects(MODEL, quiet)
+    assert not [path for path in hub.asked if "config.json" in str(path)]
+
+
 def test_a_refusal_is_told(hub: Hub) -> None:
     hub.status = 403
     with pytest.raises(CutOff, match="answers 403 Forbidden; see AWS_ACCESS_KEY_ID"):
