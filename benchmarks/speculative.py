@@ -108,7 +108,7 @@ class Bench:
                 step_tokens=512,
                 num_pages=NUM_PAGES,
                 page_size=model.pool.layout.page_size,
-                is_exact=model.model.exact,
+                replays_in_chunks=model.runner.replays_in_chunks,
             ),
             clock=clock,
             on_report=self._on_report,

@@ -33,8 +33,8 @@ from worker.engine import Advance, DecodeEngine, DecodeReport, Guesses, PausedSe
 class DecodeLoop(DecodeEngine):
     """The sequences that are computed. `pages` is the memory that `scheduler` has moved; both belong to this loop.
 
-    Where chunks are exact (`DecodePages.is_exact`), tokens that an earlier attempt emitted are computed again in
-    chunks, and otherwise one by one, as when they were generated.
+    Where the runner leaves the same bits in pages (`replays_in_chunks`), tokens that an earlier attempt emitted are
+    computed again in chunks, and otherwise one by one, as when they were generated.
 
     Pages are taken when they are needed. If none is free, the scheduler chooses a sequence that is preempted; its
     tokens stay, so that it resumes the same answer.
@@ -269,7 +269,7 @@ class DecodeLoop(DecodeEngine):
 
     def _schedule(self, sequence: Sequence, *, has_run: bool) -> None:
         num_chunked_tokens = sequence.num_prompt_tokens
-        if self._pages.is_exact:
+        if self._scheduler.replays_in_chunks:
             # All but the last: what continues an answer is a step of decoding, as it would have been.
             num_chunked_tokens = max(num_chunked_tokens, sequence.num_tokens - 1)
         progress = Progress(num_chunked_tokens, sequence.num_tokens, sequence.num_computed_tokens)
@@ -353,7 +353,7 @@ def decode_loop(
         step_tokens=chunk_tokens,
         num_pages=parts.pool.num_pages,
         page_size=pages.page_size,
-        is_exact=pages.is_exact,
+        replays_in_chunks=parts.runner.replays_in_chunks,
         reported_tokens=PROMPT_ROWS,
     )
     return DecodeLoop(

@@ -138,16 +138,19 @@ class BatchScheduler:
         step_tokens: int,
         num_pages: int,
         page_size: int,
-        is_exact: bool = False,
+        replays_in_chunks: bool = False,
         min_prefill_tokens: int = 16,
         reported_tokens: int | None = None,
     ) -> None:
-        """`is_exact`: tokens of an answer may be computed again in chunks. `reported_tokens` as in ChunkScheduler."""
+        """`replays_in_chunks`: whether an answer's tokens may be computed again in chunks. `reported_tokens` as in
+        ChunkScheduler.
+        """
         assert min(max_batch, step_tokens, min_prefill_tokens) > 0, "a step computes something"
         self._max_batch = max_batch
         self._step_tokens = step_tokens
         self._page_size = page_size
-        self._is_exact = is_exact
+        self.replays_in_chunks = replays_in_chunks
+        """Whether an answer's tokens are computed again in chunks, not one in a step."""
         self._min_prefill_tokens = min(min_prefill_tokens, step_tokens)
         self._watermark = watermark_pages(num_pages)
         self.chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)  # of the prompts
@@ -427,7 +430,7 @@ class BatchScheduler:
         self._waiting_tokens -= _uncomputed_in_chunks(progress)
         entry.num_pages = 0
         progress.num_computed_tokens = memory.evict(entry.key)
-        if self._is_exact:
+        if self.replays_in_chunks:
             # All but the last: what continues an answer is a step of decoding, as it would have been.
             progress.num_chunked_tokens = max(progress.num_chunked_tokens, progress.num_tokens - 1)
         self._waiting_tokens += _uncomputed_in_chunks(progress)

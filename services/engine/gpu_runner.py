@@ -3,8 +3,9 @@
 A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
 also where a chunk has one token, but by a graph where it is short; each token after a prompt is a row of a decode step.
 So a token comes from the same kernel however it was scheduled. A plan with both takes two passes over the weights.
-Proposals are rows of the same sequence at its next positions: each layer writes all rows' keys before any row reads
-them, so that what is chosen behind a proposal comes from the same kernels as in a step of its own.
+Proposals, and tokens of an answer that are computed again, are rows of the same sequence at its next positions: each
+layer writes all rows' keys before any row reads them, so that what is chosen behind a proposal, and what a page holds
+of a token, comes from the same kernels as in a step of its own.
 
 Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
 rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of
@@ -23,12 +24,14 @@ anything launched ahead of proposals: how many of them are right decides what co
 Legend: B rows, S slots of a page.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +56,7 @@ from services.engine.sampling import is_plain, sample
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
     NonFiniteLogits,
+    PromptTokens,
     SampledToken,
     StepItem,
     StepOutcome,
@@ -64,10 +68,20 @@ from services.runtime.errors import InvariantViolated
 
 @dataclass(frozen=True, slots=True)
 class GpuStep(PreparedStep):
-    """A prepared step: `packed` has what is not decoding."""
+    """A prepared step: `packed` has what belongs to prompts.
 
-    decoding: tuple[StepItem, ...]
-    others: PreparedStep
+    `parts` has for each item of the plan what of it belongs to a prompt, and what to an answer.
+    """
+
+    parts: tuple["_Parts", ...]
+    prompts: PreparedStep
+
+
+class _Parts(NamedTuple):
+    """An item in two: what belongs to its sequence's prompt, and what to the answer, which comes after that."""
+
+    prompt: StepItem | None
+    answer: StepItem | None
 
 
 class GpuRunner(ModelRunner):
@@ -102,6 +116,11 @@ class GpuRunner(ModelRunner):
         self.num_ahead_used = 0
         """How many of these were what the next plan wanted."""
 
+    @property
+    def replays_in_chunks(self) -> bool:
+        """See ModelRunner: tokens of an answer are rows of decode steps, however many are computed at a time."""
+        return True
+
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> GpuStep:
         """Does the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
@@ -109,22 +128,31 @@ class GpuRunner(ModelRunner):
         Raises InvariantViolated as `run` does.
         """
         check_plan(plan, self._page_size)
-        decoding = tuple(item for item in plan.items if _is_decoding(item))
-        token_ids = [token_id for item in decoding for token_id in _token_ids(item)]
+        parts = tuple(_parts(item) for item in plan.items)
+        token_ids = [token_id for part in parts if part.answer is not None for token_id in _token_ids(part.answer)]
         if token_ids:
             self._check_token_ids(min(token_ids), max(token_ids))
-        others = super().prepare(StepPlan([item for item in plan.items if not _is_decoding(item)]))
-        return GpuStep(plan, others.packed, decoding, others)
+        prompts = super().prepare(StepPlan([part.prompt for part in parts if part.prompt is not None]))
+        return GpuStep(plan, prompts.packed, parts, prompts)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
         """Does the rest of `run`, and launches the next step where it is known what that will be."""
         assert isinstance(step, GpuStep), "the runner that prepared a step computes it"
+        alone = [part.answer for part in step.parts if part.answer is not None and part.prompt is None]
+        following = [part.answer for part in step.parts if part.answer is not None and part.prompt is not None]
         with self._on_device():
-            read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
-            others = iter(super().compute(step.others).outcomes)
-            decoded = iter(read_decoded())
-        return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
+            read_alone = self._launch(alone, is_alone=not step.prompts.plan.items)
+            of_prompts = iter(super().compute(step.prompts).outcomes)
+            of_following = iter(self._decode_many_rows(following) if following else ())
+            of_alone = iter(read_alone())
+        outcomes: list[StepOutcome] = []
+        for part in step.parts:
+            outcome = None if part.prompt is None else next(of_prompts)
+            if part.answer is not None:
+                outcome = _joined(outcome, next(of_alone if part.prompt is None else of_following))
+            outcomes.append(outcome)
+        return StepResult(outcomes)
 
     def _logits(self, packed: Packed) -> torch.Tensor:
         step = self._model.step(
@@ -172,15 +200,17 @@ class GpuRunner(ModelRunner):
         return read
 
     def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
-        """Computes decode rows with proposals, or more than a graph has: these take several launches."""
+        """Computes decode rows of items with several, or more rows than a graph has, which take several launches."""
         rows = [row for item in items for row in _rows(item)]
         ends = [*itertools.accumulate(item.num_rows for item in items)]
         is_on_host = [item.is_sampled and not _chooses_on_device(item) for item in items]
+        # The row of each item that chooses; those before it only leave their keys in the pages.
+        firsts = [end - 1 - len(item.proposed) for item, end in zip(items, ends, strict=True)]
         for_host = {
             row
-            for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True)
+            for first, end, is_chosen_there in zip(firsts, ends, is_on_host, strict=True)
             if is_chosen_there
-            for row in range(end - item.num_rows, end)
+            for row in range(first, end)
         }
         size = self._graphs.max_rows
         tokens: list[int] = []
@@ -194,8 +224,8 @@ class GpuRunner(ModelRunner):
         on_host = [*itertools.compress(items, is_on_host)]
         by_host = iter(choose(torch.cat(logits), on_host) if on_host else ())
         outcomes: list[StepOutcome] = []
-        for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True):
-            chosen = [_outcome(item, token_id) for token_id in tokens[end - item.num_rows : end]]
+        for item, first, end, is_chosen_there in zip(items, firsts, ends, is_on_host, strict=True):
+            chosen = [_outcome(item, token_id) for token_id in tokens[first:end]]
             if not item.is_sampled:
                 outcomes.append(None)
             elif is_chosen_there:
@@ -261,9 +291,24 @@ class _Ahead:
         return rows
 
 
-def _is_decoding(item: StepItem) -> bool:
+def _parts(item: StepItem) -> _Parts:
     sequence = item.sequence
-    return item.num_scheduled_tokens == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
+    num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+    if num_prompt_left <= 0:
+        return _Parts(None, item)
+    if item.num_scheduled_tokens <= num_prompt_left:
+        return _Parts(item, None)
+    answered = copy.copy(sequence)  # of which only how far it has come is another
+    answered.num_computed_tokens = sequence.num_prompt_tokens
+    rest = replace(item, sequence=answered, num_scheduled_tokens=item.num_scheduled_tokens - num_prompt_left)
+    return _Parts(StepItem(sequence, num_prompt_left, wants_token=False), rest)
+
+
+def _joined(of_prompt: StepOutcome, of_answer: StepOutcome) -> StepOutcome:
+    """Returns the outcome of an item that was computed in two parts."""
+    if isinstance(of_prompt, PromptTokens) and isinstance(of_answer, SampledToken):
+        return replace(of_answer, prompt=of_prompt.prompt)
+    return of_answer if of_prompt is None else of_prompt
 
 
 def _chooses_on_device(item: StepItem) -> bool:
@@ -271,8 +316,9 @@ def _chooses_on_device(item: StepItem) -> bool:
 
 
 def _token_ids(item: StepItem) -> tuple[int, ...]:
-    """Returns the tokens of its rows: the one that is not computed, and the proposals."""
-    return item.sequence.token_ids[item.sequence.num_computed_tokens], *item.proposed
+    """Returns the tokens of its rows: those that are not computed, and the proposals."""
+    start = item.sequence.num_computed_tokens
+    return *item.sequence.token_ids[start : start + item.num_scheduled_tokens], *item.proposed
 
 
 def _rows(item: StepItem) -> list[Row]:

@@ -51,6 +51,11 @@ class ModelRunner:
         self._views: dict[str, tuple[np.ndarray, torch.Tensor]] = {}
         """Views of buffers, of the lengths asked for last."""
 
+    @property
+    def replays_in_chunks(self) -> bool:
+        """Whether a chunk of an answer's tokens leaves the bits in pages that steps of one token leave there."""
+        return self._model.exact
+
     def run(self, plan: StepPlan) -> StepResult:
         """Computes the plan's tokens, writes their KV into the pool and samples where that is due.
 

@@ -39,6 +39,8 @@ class GatedRunner:
     Steps wait while `gate` is closed.
     """
 
+    replays_in_chunks = False
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
@@ -270,6 +272,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
     ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
+        runner.replays_in_chunks = exact
         layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
         parts = SimpleNamespace(
             pool=PagePool(layout, NUM_PAGES),

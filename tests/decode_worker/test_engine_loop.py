@@ -162,7 +162,7 @@ class Bench:
                 step_tokens=step_tokens,
                 num_pages=num_pages,
                 page_size=PAGE_SIZE,
-                is_exact=replays_in_chunks,
+                replays_in_chunks=replays_in_chunks,
                 min_prefill_tokens=1,
                 reported_tokens=reported_tokens,
             ),

@@ -82,7 +82,7 @@ class Bench:
         self.loop = DecodeLoop(
             runner=cast(Any, Counting()),
             pages=DecodePages(allocator, page_size=4, clock=clock, is_exact=True),
-            scheduler=BatchScheduler(max_batch=4, step_tokens=16, num_pages=16, page_size=4, is_exact=True),
+            scheduler=BatchScheduler(max_batch=4, step_tokens=16, num_pages=16, page_size=4, replays_in_chunks=True),
             clock=clock,
             on_report=self.reports.append,
             features=features,

@@ -85,7 +85,7 @@ def test_answers_of_those_that_gave_way_are_the_same(
         runner=small.runner,
         pages=DecodePages(small.allocator, page_size=PAGE_SIZE, clock=SYSTEM_CLOCK, is_exact=is_exact, swap=swap),
         scheduler=BatchScheduler(
-            max_batch=6, step_tokens=16, num_pages=NUM_PAGES, page_size=PAGE_SIZE, is_exact=is_exact
+            max_batch=6, step_tokens=16, num_pages=NUM_PAGES, page_size=PAGE_SIZE, replays_in_chunks=is_exact
         ),
         clock=SYSTEM_CLOCK,
         on_report=reports.append,

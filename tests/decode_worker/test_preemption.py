@@ -102,9 +102,11 @@ def test_the_watermark_is_left_when_something_enters_beside_others() -> None:
     assert keys(s.next_step(pages)) == ["a", "b"]
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_what_is_computed_again_is_computed_in_chunks_only_where_that_is_exact(is_exact: bool) -> None:
-    s, pages = make(num_pages=9, is_exact=is_exact)
+@pytest.mark.parametrize("replays_in_chunks", [True, False])
+def test_what_is_computed_again_is_computed_in_chunks_only_where_that_replays_in_chunks(
+    replays_in_chunks: bool,
+) -> None:
+    s, pages = make(num_pages=9, replays_in_chunks=replays_in_chunks)
     add(s, pages, "a", 4, 1, 4, new=31)
     add(s, pages, "b", 4, 1, 4, new=31)
     num = {"a": 1, "b": 1}
@@ -123,7 +125,7 @@ def test_what_is_computed_again_is_computed_in_chunks_only_where_that_is_exact(i
     assert num == {"a": 32, "b": 32}
     done = replay[0].start + replay[0].num_tokens
     assert replay[0].start == 0
-    assert done > 10 if is_exact else done == 4
+    assert done > 10 if replays_in_chunks else done == 4
     assert [w.start for w in replay[1:]] == list(range(done, done + len(replay) - 1))
 
 
@@ -162,19 +164,19 @@ class Preempting(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         max_batch=st.integers(1, 5),
         step_tokens=st.integers(1, 20),
-        is_exact=st.booleans(),
+        replays_in_chunks=st.booleans(),
         keeps=st.booleans(),
     )
     def begin(
-        self, num_pages: int, page_size: int, max_batch: int, step_tokens: int, is_exact: bool, keeps: bool
+        self, num_pages: int, page_size: int, max_batch: int, step_tokens: int, replays_in_chunks: bool, keeps: bool
     ) -> None:
-        self.max_batch, self.is_exact = max_batch, is_exact
+        self.max_batch, self.replays_in_chunks = max_batch, replays_in_chunks
         self.s, self.pages = make(
             num_pages=num_pages,
             page_size=page_size,
             max_batch=max_batch,
             step_tokens=step_tokens,
-            is_exact=is_exact,
+            replays_in_chunks=replays_in_chunks,
             min_prefill_tokens=1,
         )
         self.pages.keeps = keeps
@@ -195,7 +197,7 @@ class Preempting(RuleBasedStateMachine):
         self._add(self.number, model)
 
     def _add(self, key: int, model: Model, *, has_run: bool = False) -> None:
-        chunked = max(model.prompt, model.num_tokens - 1) if self.is_exact else model.prompt
+        chunked = max(model.prompt, model.num_tokens - 1) if self.replays_in_chunks else model.prompt
         progress = Progress(chunked, model.num_tokens, model.computed)
         num_pages = self.pages.held.get(key, 0)
         self.s.add(
@@ -292,7 +294,7 @@ class Preempting(RuleBasedStateMachine):
             model.computed = w.start + w.num_tokens
             assert model.computed <= self.pages.held[w.key] * self.pages.page_size
             assert w.num_tokens == 1 or model.computed <= (
-                max(model.prompt, model.num_tokens - 1) if self.is_exact else model.prompt
+                max(model.prompt, model.num_tokens - 1) if self.replays_in_chunks else model.prompt
             )
             assert w.samples == (model.computed == model.num_tokens)
             model.num_tokens += w.samples
@@ -350,7 +352,7 @@ TestPreempting.settings = settings(max_examples=examples(150), stateful_step_cou
 def test_of_one_class_nobody_gives_way_often(seed: int) -> None:
     """Long answers, a quarter of the memory that they take: how often pages are lost, for each and in all."""
     source = random.Random(seed)
-    s, pages = make(num_pages=500, page_size=4, max_batch=32, is_exact=True)
+    s, pages = make(num_pages=500, page_size=4, max_batch=32, replays_in_chunks=True)
     most = {key: source.randrange(50, 1500) for key in range(24)}
     num = dict.fromkeys(most, 0)
     lost: Counter[Hashable] = Counter()
@@ -393,7 +395,7 @@ DECODE = DecodeSpeed(overhead_s=0.005, s_per_sequence=0.001)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_bytes", "is_exact", "expected"),
+    ("num_tokens", "num_bytes", "replays_in_chunks", "expected"),
     [
         (100, 10_000_000, True, False),  # 22 ms to copy, 11 ms to compute
         (400, 10_000_000, True, True),  # 22 ms to copy, 41 ms to compute
@@ -401,10 +403,10 @@ DECODE = DecodeSpeed(overhead_s=0.005, s_per_sequence=0.001)
         (10, 10_000_000, False, False),  # the prompt alone: 2 ms
     ],
 )
-def test_the_quicker_way_is_taken(num_tokens: int, num_bytes: int, is_exact: bool, expected: bool) -> None:
+def test_the_quicker_way_is_taken(num_tokens: int, num_bytes: int, replays_in_chunks: bool, expected: bool) -> None:
     assert expected == is_swap_cheaper(
         num_tokens=num_tokens,
-        num_chunked_tokens=num_tokens if is_exact else 10,
+        num_chunked_tokens=num_tokens if replays_in_chunks else 10,
         num_bytes=num_bytes,
         prefill=PREFILL,
         decode=DECODE,

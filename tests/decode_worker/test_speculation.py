@@ -126,7 +126,7 @@ class Bench:
                 swap=SwapSpace(parts.pool, swap_bytes) if swap_bytes else None,
             ),
             scheduler=BatchScheduler(
-                max_batch=max_batch, step_tokens=64, num_pages=num_pages, page_size=page_size, is_exact=True
+                max_batch=max_batch, step_tokens=64, num_pages=num_pages, page_size=page_size, replays_in_chunks=True
             ),
             clock=clock,
             on_report=self.reports.append,

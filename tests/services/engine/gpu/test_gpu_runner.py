@@ -321,6 +321,41 @@ def test_what_is_proposed_counts_as_far_as_it_would_have_been_chosen(parts, shap
     assert [one.token_ids[2:] for one in sequences] == answers
 
 
+@pytest.mark.parametrize("sizes", [(11,), (2, 9), (4, 3, 4), (5, 6), (1,) * 11])
+def test_an_answer_that_is_computed_again_in_chunks_continues_as_it_would_have(parts, sizes):
+    """A prompt of 4 tokens and 8 of an answer, in chunks that end anywhere, beside a sequence that decodes."""
+    prompt, sampling = [3, 4, 5, 6], Sampling(max_tokens=12, temperature=0.9, seed=7)
+    whole = alone(prompt, sampling)
+    resumed = Sequence(0, prompt, sampling=sampling, emitted_token_ids=whole[:8])
+    resumed.page_table = parts.allocator.allocate(5, state="used")
+    neighbour = Sequence(1, [9, 8], sampling=sampling)
+    computed(parts, neighbour)
+    assert parts.runner.replays_in_chunks
+    for size in sizes:
+        of_chunk, of_neighbour = parts.runner.run(StepPlan([StepItem(resumed, size), StepItem(neighbour, 1)])).outcomes
+        assert of_chunk is None
+        resumed.num_computed_tokens += size
+        neighbour.num_computed_tokens += 1
+        assert of_neighbour.token_id == sample(toy_logits(neighbour.token_ids)[None], [neighbour])[0].token_id
+        neighbour.append_token(of_neighbour.token_id)
+    keys = parts.pool.data[resumed.page_table, 0, 0, 0, :, 0].flatten()[:11]
+    assert keys.tolist() == resumed.token_ids[:11]
+    while resumed.finish_reason() is None:
+        decode(parts, resumed)
+    assert resumed.token_ids[4:] == whole
+
+
+def test_a_chunk_that_ends_an_answer_gives_the_next_token(parts):
+    """Also where the host chooses it; what comes before only leaves its keys."""
+    for index, shaping in enumerate(({}, {"top_p": 0.5})):
+        sampling = Sampling(max_tokens=12, temperature=0.9, seed=7, **shaping)
+        whole = alone([3, 4], sampling)
+        resumed = Sequence(index, [3, 4], sampling=sampling, emitted_token_ids=whole[:6])
+        resumed.page_table = parts.allocator.allocate(5, state="used")
+        (outcome,) = parts.runner.run(StepPlan([StepItem(resumed, 8)])).outcomes
+        assert outcome.token_id == whole[6]
+
+
 def test_a_proposal_outside_the_vocabulary_is_refused(parts):
     sequence = Sequence(0, [3], sampling=Sampling(max_tokens=20))
     computed(parts, sequence)
