@@ -142,15 +142,12 @@ class BatchScheduler:
         min_prefill_tokens: int = 16,
         reported_tokens: int | None = None,
     ) -> None:
-        """`replays_in_chunks`: whether an answer's tokens may be computed again in chunks. `reported_tokens` as in
-        ChunkScheduler.
-        """
+        """`replays_in_chunks`: answers may be computed again in chunks. `reported_tokens` as in ChunkScheduler."""
         assert min(max_batch, step_tokens, min_prefill_tokens) > 0, "a step computes something"
         self._max_batch = max_batch
         self._step_tokens = step_tokens
         self._page_size = page_size
         self.replays_in_chunks = replays_in_chunks
-        """Whether an answer's tokens are computed again in chunks, not one in a step."""
         self._min_prefill_tokens = min(min_prefill_tokens, step_tokens)
         self._watermark = watermark_pages(num_pages)
         self.chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)  # of the prompts
