@@ -60,7 +60,10 @@ API_PREFIX = "/v1/"
 API_PATHS = frozenset({"/tokenize", "/detokenize", "/apply-template", "/openapi.json", "/version", "/tokenizer_info"})
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
 
-UNPREFIXED = frozenset({"/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"})
+UNPREFIXED = frozenset(
+    {"/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"}
+    | {"/chat/completions/input_tokens", "/responses/input_tokens"}
+)
 """Paths that are served below the prefix, whichever way they are asked for."""
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's."""
@@ -147,6 +150,7 @@ class HttpApi:
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": tokenization.count_message,
             "/v1/responses/input_tokens": tokenization.count_input,
+            "/v1/chat/completions/input_tokens": tokenization.count_chat,
             "/v1/embeddings": tokenization.refuse_embeddings,
             "/tokenize": tokenization.tokenize,
             "/detokenize": tokenization.detokenize,

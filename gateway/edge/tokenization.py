@@ -17,7 +17,7 @@ from gateway.limits import check_text_to_count, check_token_ids
 from gateway.models.catalog import ServedModel
 from gateway.models.conversation import encode_conversation
 from gateway.models.template_words import template_words_in
-from gateway.openai.chat import end_of_prompt
+from gateway.openai.chat import ChatRequest, end_of_prompt
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest, parse, parse_members
 from gateway.openai.responses_request import ResponsesRequest, own_words
 from gateway.requests.lifecycle import Requests
@@ -42,6 +42,16 @@ class Tokenization:
             token_ids = await self._encode_to_count(model, call.messages or (), call.tools, key.tenant)
         document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await exchange.answer(200, msgspec.json.encode(document))
+
+    async def count_chat(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers how many tokens the prompt of a chat would have, as llama.cpp does."""
+        with self._bodies.claim(key.tenant) as claim:
+            call = await self._bodies.read(claim, exchange.read_body, lambda body: parse(body, ChatRequest)[0].call())
+            model = await self._let_in(exchange, key, call.model)
+            token_ids = await self._encode_to_count(
+                model, call.messages or (), call.tools, key.tenant, more=call.template_words
+            )
+        await exchange.answer(200, msgspec.json.encode(CountedTokens(input_tokens=len(token_ids))))
 
     async def count_message(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers how many tokens a conversation of Anthropic's API would have."""
@@ -68,6 +78,8 @@ class Tokenization:
         document: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
         if request.return_token_strs:
             document["token_strs"] = [model.tokenizer.token_name(token_id) for token_id in token_ids]
+        if request.with_pieces:
+            document["tokens"] = [{"id": one, "piece": _piece(model, one)} for one in token_ids]
         await exchange.answer(200, msgspec.json.encode(document))
 
     async def apply_template(self, exchange: Exchange, key: ApiKey) -> None:
@@ -93,7 +105,8 @@ class Tokenization:
                 raise InvalidRequest("tokens is missing", field="tokens", code="missing_required_parameter")
             check_token_ids(token_ids, model.limits, field_name="tokens")
             text = await model.tokenizer.decode_long(token_ids, skip_special_tokens=False, tenant=key.tenant)
-        await exchange.answer(200, msgspec.json.encode({"prompt": text}))
+        # The second name is llama.cpp's.
+        await exchange.answer(200, msgspec.json.encode({"prompt": text, "content": text}))
 
     async def refuse_embeddings(self, exchange: Exchange, key: ApiKey) -> None:
         """Reads the body and raises InvalidRequest: the API has the path, and this server has no such models."""
@@ -143,6 +156,12 @@ class Tokenization:
 def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None, Mapping[str, Any]]:
     """Returns the request, the tools that go with its messages, and variables of the chat template."""
     request, _ = parse_members(body, TokenizeRequest)
+    if request.content is not None:
+        if request.prompt is not None or request.add_special_tokens is not None:
+            raise InvalidRequest("content is another name of prompt, with add_special", field="content")
+        request.prompt, request.add_special_tokens = request.content, request.add_special is True
+    elif request.add_special is not None:
+        raise _misplaced("add_special", "content", "other members")
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
     if request.messages is None:
@@ -162,6 +181,16 @@ def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] |
         has_generation_prompt=request.add_generation_prompt,
     )
     return request, offered_tools(request.tools, None), {**words, **prompt_end}
+
+
+def _piece(model: ServedModel, token_id: int) -> str | list[int]:
+    """Returns the text of a token; its bytes where they are not whole characters."""
+    tokenizer = model.tokenizer
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode() or tokenizer.token_name(token_id)
+    except UnicodeDecodeError:
+        return list(data)
 
 
 _OF_CHATS = ("tools", "continue_final_message", "chat_template_kwargs")

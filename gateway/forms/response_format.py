@@ -189,9 +189,10 @@ def json_schema_in(text: str) -> str:
 
 def _named_schema(described: Any) -> str:
     if not isinstance(described, Mapping):
-        raise _invalid("response_format.json_schema must be an object with name and schema")
+        raise _invalid("response_format.json_schema must be an object with a schema")
     name, strict = described.get("name"), described.get("strict")
-    if not isinstance(name, str) or _SCHEMA_NAME.fullmatch(name) is None:
+    # OpenAI asks for a name, llama.cpp does not; nothing reads it.
+    if name is not None and (not isinstance(name, str) or _SCHEMA_NAME.fullmatch(name) is None):
         raise _invalid("response_format.json_schema.name must be 1 to 64 characters of [A-Za-z0-9_-]")
     if strict is not None and not isinstance(strict, bool):
         raise _invalid("response_format.json_schema.strict must be true or false")

@@ -211,10 +211,10 @@ class ChoicesRequest(RequestBody, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /tokenize: either `prompt` or `messages`, which become the tokens of a chat's prompt."""
+    """Body of POST /tokenize: one of `prompt`, `content` and `messages`, which become the tokens of a chat's prompt."""
 
     model: Annotated[str | None, MODEL] = None
-    prompt: Annotated[str | None, said("A text. Either this or `messages`.")] = None
+    prompt: Annotated[str | None, said("A text. Either this, `content` or `messages`.")] = None
     messages: Annotated[list[Any] | None, said("A conversation.", **list_of(MESSAGE, MAX_MESSAGES))] = None
     tools: Annotated[list[Any] | None, TOOLS] = None
     add_special_tokens: Annotated[
@@ -226,6 +226,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: Annotated[bool | None, said("As of chats.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, said("As of chats.")] = None
     return_token_strs: Annotated[bool | None, flag("Adds `token_strs`, the text of each token.")] = None
+    content: Annotated[str | None, said("llama.cpp's name of `prompt`, without special tokens.")] = None
+    add_special: Annotated[
+        bool | None, flag("llama.cpp's name of `add_special_tokens`, with `content`.", default=False)
+    ] = None
+    with_pieces: Annotated[
+        bool | None, flag("`tokens` are objects of `id` and `piece`, a text or, of half a character, its bytes.")
+    ] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -140,8 +140,11 @@ TOOL_CHOICE = [
     NULL,
 ]
 _NAMED_SCHEMA = _object(
-    {"name": {"type": "string", "pattern": f"^[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}$"}, "schema": _OBJECT},
-    {"strict": {"type": ["boolean", "null"]}},
+    {"schema": _OBJECT},
+    {
+        "name": {"type": ["string", "null"], "pattern": f"^[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}$"},
+        "strict": {"type": ["boolean", "null"]},
+    },
 )
 RESPONSE_FORMAT = [
     _object({"type": {"const": "text"}}),

@@ -116,17 +116,31 @@ class DashboardPage(msgspec.Struct):
     """Data of the dashboard's page; made for it alone, and changed with it."""
 
 
+class Piece(Exact):
+    """A token and its text; the bytes of half a character."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokens(Exact):
     """Token ids of a text or a conversation, and the most tokens that the model takes."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | Piece]
     token_strs: list[str] | UnsetType = UNSET
 
 
 class Text(Exact):
-    """The text of token ids."""
+    """The text of token ids, under two names."""
+
+    prompt: str
+    content: str
+
+
+class Prompt(Exact):
+    """The text that an answer would be generated from."""
 
     prompt: str
 

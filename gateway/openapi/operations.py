@@ -250,6 +250,13 @@ OPERATIONS: tuple[Operation, ...] = (
         body=CountedInput,
         answer=answers.InputTokens,
     ),
+    _counting(
+        "POST /v1/chat/completions/input_tokens",
+        "countChatTokens",
+        "Counts the tokens of a chat's prompt.",
+        body=ChatRequest,
+        answer=CountedTokens,
+    ),
     _generation(
         "POST /v1/messages",
         "createMessage",
@@ -357,7 +364,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "applyTemplate",
         "The text of a conversation as it would be generated from.",
         body=TokenizeRequest,
-        answer=answers.Text,
+        answer=answers.Prompt,
     ),
     Operation("GET /version", "showVersion", "The version of the server.", answer=answers.Version),
     Operation(

@@ -82,7 +82,17 @@ def pytest_client(script: str, package: str, *packages: str) -> Run:
 def llama_cpp(folder: Path, environment: Mapping[str, str]) -> Findings:
     """Runs those tests of llama.cpp's server that ask the API, from the source package of llama-cpp-python."""
     python = _python(
-        folder, "aiohttp", "pytest", "filelock", "numpy", "openai", "requests", "wget", "prometheus-client", "anthropic"
+        folder,
+        "scikit-build-core",
+        "aiohttp",
+        "pytest",
+        "filelock",
+        "numpy",
+        "openai",
+        "requests",
+        "wget",
+        "prometheus-client",
+        "anthropic",
     )
     if not [*folder.glob("*.tar.gz")]:
         flags = ["-q", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]

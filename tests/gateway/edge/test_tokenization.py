@@ -37,11 +37,34 @@ async def test_tokens_of_a_chat_are_those_that_are_generated_from(system):
     assert answered["count"] == len(answered["tokens"])
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"])
+async def test_the_tokens_of_a_chat_are_counted(system, path):
+    body = {"messages": [{"role": "user", "content": "hello <|end|> wörld"}], "max_tokens": 4}
+    counted = await system.http.post(path, json=body)
+    assert counted.json() == {"input_tokens": (await system.http.post("/tokenize", json=body)).json()["count"]}
+    assert error_of(await system.http.post(path, json={**body, "n": 0}))["param"] == "n"
+
+
 @pytest.mark.parametrize("num_words", [1, 3000], ids=["short", "long"])
 async def test_text_of_tokens(system, num_words):
     text = "<|user|>\nnaïve 🙂 hello<|end|>" * num_words
     tokens = (await system.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
-    assert (await system.http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+    assert (await system.http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text, "content": text}
+
+
+@pytest.mark.parametrize("adds_special", [None, True, False])
+async def test_tokens_in_the_words_of_llama_cpp(system, tokenizer, adds_special):
+    text = "hello naïve 🙃"
+    answered = (await system.http.post("/tokenize", json={"content": text, "add_special": adds_special})).json()
+    assert answered["tokens"] == tokenizer.encode(text, add_special_tokens=adds_special is True).ids
+    body = {"content": text + "媽", "add_special": adds_special, "with_pieces": True}
+    pieces = (await system.http.post("/tokenize", json=body)).json()["tokens"]
+    assert [one["id"] for one in pieces] == tokenizer.encode(text + "媽", add_special_tokens=adds_special is True).ids
+    told = [one["piece"] for one in pieces]
+    if adds_special:
+        assert told.pop(0) == "<|bos|>"
+    assert b"".join(one.encode() if isinstance(one, str) else bytes(one) for one in told).decode() == text + "媽"
+    assert any(isinstance(one, list) for one in told)
 
 
 BAD = {
@@ -56,6 +79,8 @@ BAD = {
         "add_special_tokens",
     ),
     "no-generation-prompt": ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    "two-texts": ("/tokenize", {"prompt": "a", "content": "a"}, "content"),
+    "special-of-prompt": ("/tokenize", {"prompt": "a", "add_special": True}, "add_special"),
     "tokens-missing": ("/detokenize", {}, "tokens"),
     "tokens-outside": ("/detokenize", {"tokens": [10**6]}, "tokens"),
     "tokens-negative": ("/detokenize", {"tokens": [-1]}, "tokens"),
