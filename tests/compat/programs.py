@@ -110,6 +110,16 @@ def llama_cpp(folder: Path, environment: Mapping[str, str]) -> Findings:
     return Findings(name.rpartition("-")[2], _tested(python, tests, files, {"DEBUG_EXTERNAL": "1", "PORT": port}))
 
 
+def buf(folder: Path, environment: Mapping[str, str]) -> Findings:
+    """Runs buf's checks on the contracts, without a server."""
+    program = folder / "node_modules" / ".bin" / "buf"
+    if not program.exists():
+        _do(["npm", "install", "--no-fund", "--no-audit", "--prefix", folder, "@bufbuild/buf"], folder)
+    done = subprocess.run([program, "lint"], cwd=ROOT, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True, check=False)
+    told = done.stdout[:300] or f"exit status {done.returncode}" if done.returncode else ""
+    return Findings(_do([program, "--version"], folder).strip(), {"lint": told})
+
+
 def _tested(python: Path, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Mapping[str, str]:
     """Returns what pytest finds: the message of each failure, or an empty text."""
     report = folder / "report.xml"
@@ -209,5 +219,6 @@ PROGRAMS: Mapping[str, Program] = {
         "base_url",
         python_client("guidance_python.py", "guidance", "openai"),
     ),
+    "buf": Program("buf lint, of protos/", "", buf),
     "llama-cpp": Program("llama.cpp's server tests (of chats, messages, responses, tokens)", "", llama_cpp),
 }

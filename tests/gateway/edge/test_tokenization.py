@@ -42,7 +42,7 @@ async def test_the_tokens_of_a_chat_are_counted(system, path):
     body = {"messages": [{"role": "user", "content": "hello <|end|> wörld"}], "max_tokens": 4}
     counted = await system.http.post(path, json=body)
     assert counted.json() == {"input_tokens": (await system.http.post("/tokenize", json=body)).json()["count"]}
-    assert error_of(await system.http.post(path, json={**body, "n": 0}))["param"] == "n"
+    assert error_of(await system.http.post(path, json={"max_tokens": 4}))["param"] == "messages"
 
 
 @pytest.mark.parametrize("num_words", [1, 3000], ids=["short", "long"])
