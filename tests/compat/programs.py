@@ -208,7 +208,7 @@ PROGRAMS: Mapping[str, Program] = {
     "smolagents": Program(
         "smolagents' two agents", "api_base", python_client("smolagents_agents.py", "smolagents[openai]"), LONG_MODEL
     ),
-    "lm-eval": Program("lm-eval", "base_url, tokenizer_backend", python_client("lm_eval_tasks.py", "lm-eval[api]")),
+    "lm-eval": Program("lm-eval", "base_url", python_client("lm_eval_tasks.py", "lm-eval[api]")),
     "outlines": Program(
         "outlines: from_vllm, from_sglang, from_openai",
         "base_url",

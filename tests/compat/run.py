@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -54,7 +54,12 @@ def main() -> int:
     if arguments.write:
         text = PAGE.read_text()
         PAGE.write_text(
-            re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + _matrix(found, expected) + END, text, flags=re.DOTALL)
+            re.sub(
+                f"{BEGIN}(.*?){END}",
+                lambda known: BEGIN + _matrix(found, expected, known[1].splitlines()) + END,
+                text,
+                flags=re.DOTALL,
+            )
         )
     return bool(num_mistakes)
 
@@ -105,7 +110,8 @@ def _compared(name: str, found: Findings, expected: Mapping[str, str]) -> Iterat
         yield f"{name}: {check} is expected to fail, and is not there"
 
 
-def _matrix(found: Mapping[str, Findings], expected: Mapping[str, Mapping[str, str]]) -> str:
+def _matrix(found: Mapping[str, Findings], expected: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> str:
+    """Returns the matrix: a row for each program that ran, and those that are known of the others."""
     rows = [
         "| client | version | checks | what to set | what does not work, and why |",
         "| --- | --- | --- | --- | --- |",
@@ -122,6 +128,8 @@ def _matrix(found: Mapping[str, Findings], expected: Mapping[str, Mapping[str, s
                 reasons,
             )
             rows.append("| " + " | ".join(cells) + " |")
+        else:
+            rows += [row for row in known if row.startswith(f"| {program.title} |")]
     return "\n".join(rows) + "\n"
 
 
