@@ -57,7 +57,9 @@ from services.runtime import status
 from services.runtime.errors import PermissionDenied, RequestCancelled, TandemError, Unauthenticated
 
 API_PREFIX = "/v1/"
-API_PATHS = frozenset({"/tokenize", "/detokenize", "/apply-template", "/openapi.json", "/version", "/tokenizer_info"})
+API_PATHS = frozenset(
+    {"/score", "/rerank", "/tokenize", "/detokenize", "/apply-template", "/openapi.json", "/version", "/tokenizer_info"}
+)
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
 
 UNPREFIXED = frozenset(
@@ -65,6 +67,8 @@ UNPREFIXED = frozenset(
     | {"/chat/completions/input_tokens", "/responses/input_tokens"}
 )
 """Paths that are served below the prefix, whichever way they are asked for."""
+VECTOR_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank")
+"""Paths for models that give no text, of OpenAI, vLLM and Cohere; none is served here."""
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's."""
 
@@ -151,7 +155,7 @@ class HttpApi:
             "/v1/messages/count_tokens": tokenization.count_message,
             "/v1/responses/input_tokens": tokenization.count_input,
             "/v1/chat/completions/input_tokens": tokenization.count_chat,
-            "/v1/embeddings": tokenization.refuse_embeddings,
+            **dict.fromkeys(VECTOR_PATHS, tokenization.refuse_vectors),
             "/tokenize": tokenization.tokenize,
             "/detokenize": tokenization.detokenize,
             "/apply-template": tokenization.apply_template,

@@ -323,13 +323,23 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.StoredBatch,
         errors=(*STORED_WITH_BODY, 409),
     ),
-    Operation(
-        "POST /v1/embeddings",
-        "createEmbedding",
-        "Always refused, by the code unsupported_endpoint: this server generates text only.",
-        body={},
-        answer=None,
-        errors=WITH_BODY,
+    *(
+        Operation(
+            f"POST {path}",
+            name,
+            "Always refused, by the code unsupported_endpoint: this server generates text only.",
+            body={},
+            answer=None,
+            errors=WITH_BODY,
+        )
+        for path, name in (
+            ("/v1/embeddings", "createEmbedding"),
+            ("/v1/score", "createScore"),
+            ("/v1/rerank", "createRanking"),
+            ("/v2/rerank", "createRankingV2"),
+            ("/score", "createScoreUnversioned"),
+            ("/rerank", "createRankingUnversioned"),
+        )
     ),
     Operation(
         "GET /v1/models",

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from gateway.edge.http_api import VECTOR_PATHS
+
 ANSWER_TEXT = "hello world, naïve café"
 
 
@@ -147,8 +149,9 @@ async def test_tokens_of_a_model_that_is_not_there(system):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_embeddings_are_refused_in_words(system):
-    error = error_of(await system.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"}))
+@pytest.mark.parametrize("path", VECTOR_PATHS)
+async def test_what_gives_no_text_is_refused_in_words(system, path):
+    error = error_of(await system.http.post(path, json={"model": "tiny", "input": "a"}))
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_endpoint")
     assert "text only" in error["message"]
 
