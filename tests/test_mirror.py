@@ -91,7 +91,6 @@ DATA = {
     "services/cluster/prefix_scripts.py",
     "services/cluster/rate_limit_scripts.py",
     "services/cluster/registry_scripts.py",
-    "services/runtime/errors.py",
     "services/runtime/quiet_grpc.py",
     "services/runtime/version.py",
     "kv_transfer/protocol/actions.py",

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from gateway.limits import MAX_BODY_BYTES
-from services.runtime.errors import Overloaded, RateLimited
+from services.runtime.errors import Overloaded, RateLimited, RequestCancelled
 
 LONG_BODY_BYTES = 256 * 1024
 """The longest body that the event loop reads itself: 8 MiB of empty objects would hold up all streams for 1 s."""
@@ -77,13 +77,16 @@ class Bodies:
         """Returns what `read` makes of the body, and a claim that the caller keeps, such as until texts are tokens.
 
         `receive` adds the bytes to the claim as they come, which raises for those that find no room. What a client
-        announces takes none: it may never come.
+        announces takes none: it may never come. Raises RequestCancelled for a long body whose client has left before
+        its turn came.
         """
         body = await receive(claim)
         if len(body) <= LONG_BODY_BYTES:
             return read(body)
         # One at a time: several threads would take the interpreter from the event loop in turns.
         async with self._long:
+            if claim.is_given_up():
+                raise RequestCancelled("the client left")
             return await asyncio.to_thread(read, body)
 
     def _move(self, claim: "Claim", num_bytes: int) -> None:
@@ -117,16 +120,22 @@ class Bodies:
         return Overloaded("the bodies of requests that are being sent take all the memory that they may")
 
 
+def _never() -> bool:
+    return False
+
+
 class Claim:
     """Bytes that one body holds. It is a scope, and may be kept beyond the body's reading until `release`."""
 
-    __slots__ = ("_bodies", "is_small", "num_bytes", "tenant")
+    __slots__ = ("_bodies", "is_given_up", "is_small", "num_bytes", "tenant")
 
     def __init__(self, bodies: Bodies, tenant: str) -> None:
         self.tenant = tenant
         self.num_bytes = 0
         self.is_small = True
         """Whether its bytes are in the reserve; `Bodies` decides."""
+        self.is_given_up: Callable[[], bool] = _never
+        """Whether its client has left, so that nobody waits for what is made of the body."""
         self._bodies = bodies
 
     def add(self, num_bytes: int) -> None:

@@ -32,6 +32,7 @@ from services.runtime.errors import (
     RequestCancelled,
     TandemError,
     Unauthenticated,
+    forget_frames,
 )
 
 MAX_URL_BYTES = 8 * 1024
@@ -149,6 +150,7 @@ class Exchange:
         It has MAX_BODY_READ_S to come. One that holds more than a small body may has to come at a least rate too.
         """
         self._check_head()
+        claim.is_given_up = self._is_lost
         if self._connection.has_whole_body:
             return await self._receive_body(claim)
         task = asyncio.current_task()
@@ -164,6 +166,9 @@ class Exchange:
             raise
         finally:
             self._timer.cancel()
+
+    def _is_lost(self) -> bool:
+        return self._connection.is_lost
 
     def _check_body(self, task: "asyncio.Task[Any]", claim: Claim, num_before: int) -> None:
         """Ends a body that takes too long. `num_before` bytes had come at the last look."""
@@ -376,9 +381,10 @@ def check_json_type(content_type: str) -> None:
 
 
 def note_error(error: Exception) -> str:
-    """Logs what is not the client's business; gives the error's public code."""
+    """Logs what is not the client's business, and ends what the error keeps in memory. Returns its public code."""
     if not isinstance(error, TandemError):
         logger.error("a request failed", exc_info=error)
+    forget_frames(error)
     return code_of(error)
 
 

@@ -310,6 +310,8 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             cycle.more_body = False
             cycle.message_event.set()
+            # Whatever the size of its last part: unless the socket is read, nobody hears that the client has left.
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """Parses what came after a request whose answer is complete."""

@@ -32,7 +32,9 @@ from services.runtime.errors import (
     Overloaded,
     RateLimited,
     StoreUnavailable,
+    TandemError,
     WorkerUnavailable,
+    forget_frames,
 )
 from services.runtime.sampling import GREEDY_TEMPERATURE
 
@@ -386,6 +388,8 @@ class Journals:
                             self._post(journal)
         except Exception as error:  # noqa: BLE001 - the boundary: every reader raises it
             journal.error = error
+            if isinstance(error, TandemError):
+                forget_frames(error)
         finally:
             journal.task = None
             journal.settled.set()

@@ -83,7 +83,8 @@ class AnswerTrace:
         self.finish_reason = self.code = self.overload = ""
         self.outcome: Outcome = "finished"
         self._began_s = arrived_s
-        self._opened = opened
+        self._opened: OpenCall | None = opened
+        """Its call, until it is over: from then on the call holds it."""
         self._since_us = 0
         self._spent_us: dict[Phase, int] = {"queue": 0, "prefill": 0, "transfer": 0, "decode": 0}
 
@@ -126,7 +127,9 @@ class AnswerTrace:
         if error is not None:
             self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
             self.code, self.overload = code_of(error), overload_of(error)
-        self._opened.ended.append(self)
+        opened, self._opened = self._opened, None
+        assert opened is not None, "an answer ends once"
+        opened.ended.append(self)
 
 
 CLIENT_ADDRESS: ContextVar[str] = ContextVar("client_address", default="")

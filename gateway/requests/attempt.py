@@ -43,6 +43,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerLost,
     WorkerUnavailable,
+    forget_frames,
 )
 
 
@@ -175,6 +176,7 @@ class Attempt:
                 self._take_all(self._mailbox.events)
             except TandemError as error:
                 self._ended_by = error
+                forget_frames(error)
                 self._follow(Sign.FAIL)
             if self._ended_by is None or self._arrived.token_ids:
                 return self._arrived
@@ -398,6 +400,7 @@ class Attempt:
             except TandemError as next_error:
                 self._leave(prefill)
                 error = next_error
+                forget_frames(error)
                 continue
             return
         raise error

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.types import Delta
-from services.runtime.errors import TandemError
+from services.runtime.errors import TandemError, forget_frames
 
 Observed = TypeVar("Observed")
 
@@ -55,9 +55,10 @@ class Delivery(Generic[Observed]):
         try:
             if not attempt.is_over:
                 await self._request.mailbox.wait(self._take_now)
-        except TandemError:
+        except TandemError as failure:
             if self._left is None:
                 raise
+            forget_frames(failure)
         if self._error is not None:
             error, self._error = self._error, None
             raise error

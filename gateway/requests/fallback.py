@@ -21,7 +21,7 @@ from gateway.requests.call import AcceptedCall, AnswerSpec
 from gateway.requests.delivery import FastPath
 from gateway.types import Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable, forget_frames
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose models had no room."""
@@ -142,7 +142,9 @@ def _has_begun(firsts: Sequence["asyncio.Task[Delta]"]) -> bool:
 async def _end(starts: Sequence["_Start"]) -> None:
     for start in starts:
         start.first.cancel()
-    await asyncio.gather(*(start.first for start in starts), return_exceptions=True)
+    for result in await asyncio.gather(*(start.first for start in starts), return_exceptions=True):
+        if isinstance(result, TandemError):
+            forget_frames(result)
     await asyncio.gather(*(start.close() for start in starts))
 
 

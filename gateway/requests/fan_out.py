@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TypeAlias, TypeVar
 
+from services.runtime.errors import TandemError, forget_frames
+
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 _Parts: TypeAlias = "asyncio.Queue[tuple[int, Part] | None]"
@@ -67,4 +69,6 @@ async def _close_when_done(tasks: "Sequence[asyncio.Task[None]]", parts: "_Parts
 async def _end(tasks: "Sequence[asyncio.Future[Result]]") -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, TandemError):
+            forget_frames(result)

@@ -20,6 +20,18 @@ class TandemError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error that has been dealt with, and of the errors that led to it.
+
+    A frame holds its local variables, such as a prompt. Where one of them leads back to the error, all of them would
+    stay in memory until the collector's next look, which few and large objects do not bring about.
+    """
+    error.__traceback__ = None
+    for cause in (error.__cause__, error.__context__):
+        if cause is not None and cause.__traceback__ is not None:
+            forget_frames(cause)
+
+
 class InvalidRequest(TandemError):
     """The request itself is wrong. `field` names the offending field in the words of the API in use.
 

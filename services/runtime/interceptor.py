@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from services.runtime import status
-from services.runtime.errors import InvalidRequest, Overloaded, RateLimited, TandemError
+from services.runtime.errors import InvalidRequest, Overloaded, RateLimited, TandemError, forget_frames
 from services.runtime.idle_connections import IdleConnections
 from services.runtime.intake import Intake
 from services.runtime.membership import Guard
@@ -69,26 +69,27 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         has_one = not handler.request_streaming
 
         async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
-            with self._running(context):
-                async with _statuses(context, method):
-                    await self._check_caller(context, method)
-                    request = await self._received(request_or_iterator, context, method, has_one=has_one)
-                    return await behaviour(_readable(request), context)
+            await self._check_caller(context, method)
+            request = await self._received(request_or_iterator, context, method, has_one=has_one)
+            return await behaviour(_readable(request), context)
 
         async def answer_stream(request_or_iterator: Any, context: Any) -> None:
+            await self._check_caller(context, method)
+            request = await self._received(request_or_iterator, context, method, has_one=has_one)
+            await self._write_all(behaviour(_readable(request), context), context)
+
+        answer = answer_stream if handler.response_streaming else answer_unary
+
+        async def serve(request_or_iterator: Any, context: Any) -> Any:
             with self._running(context):
-                async with _statuses(context, method):
-                    await self._check_caller(context, method)
-                    request = await self._received(request_or_iterator, context, method, has_one=has_one)
-                    await self._write_all(behaviour(_readable(request), context), context)
+                return await _with_status(answer(request_or_iterator, context), context, method)
 
         # gRPC reads the message of a call that has one before it calls anybody; those of a stream are left to us.
         arity = _arity_name(handler)
         if self._intake is not None:
             arity = arity.replace("unary_", "stream_", 1) if has_one else arity
         wrap = getattr(grpc, f"{arity}_rpc_method_handler")
-        answer = answer_stream if handler.response_streaming else answer_unary
-        return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
+        return wrap(serve, _tolerant(handler.request_deserializer), handler.response_serializer)
 
     def _running(self, context: Any) -> contextlib.AbstractContextManager[None]:
         """Returns the time in which a call's connection is not idle."""
@@ -135,11 +136,14 @@ class _Undecodable:
 _UNDECODABLE = _Undecodable()
 
 
-@contextlib.asynccontextmanager
-async def _statuses(context: Any, method: str) -> AsyncIterator[None]:
-    """Turns what a handler raises into the call's status."""
+async def _with_status(answer: Awaitable[Any], context: Any, method: str) -> Any:
+    """Returns what a handler returns, or turns what it raises into the call's status.
+
+    gRPC keeps the error by which a call ends, with the frames through which that goes, until the collector's next look:
+    none of them may hold a request.
+    """
     try:
-        yield
+        return await answer
     except grpc.aio.AbortError:
         raise
     except TandemError as error:
@@ -159,6 +163,7 @@ async def _abort(context: Any, error: BaseException) -> None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(delay_s * 1000))))
     if isinstance(error, RateLimited):
         metadata += error.headers
+    forget_frames(error)
     await context.abort(status.grpc_status(error), rich.message, tuple(metadata))
 
 

@@ -5,15 +5,20 @@ import dataclasses
 import gc
 import json
 import socket
-import weakref
+from collections import Counter
 
 import grpc
 import pytest
 
+from gateway.http.bodies import LONG_BODY_BYTES
+from gateway.http.exchange import Exchange
+from gateway.named.live_journal import Journal
 from gateway.requests.answer import RunningAnswer
+from gateway.requests.attempt import Attempt
+from gateway.requests.call import AnswerSpec, Call
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
-from services.runtime.errors import Overloaded
+from services.runtime.errors import InternalError, Overloaded, WorkerUnavailable
 from tests.stopwatch import Stopwatch
 
 NAMES = {
@@ -66,6 +71,7 @@ class Calls:
     def __init__(self, system, headers):
         self.system, self.headers = system, headers
         self.num_choices = 1
+        self.timeout_s = None
 
     async def http_stream(self):
         await self._post(stream=True)
@@ -75,16 +81,18 @@ class Calls:
 
     async def grpc_stream(self):
         async with self._channel() as stub:
-            async for _ in stub.Generate(self._request(), metadata=self._metadata()):
+            async for _ in stub.Generate(self._request(), metadata=self._metadata(), timeout=self.timeout_s):
                 pass
 
     async def grpc_whole(self):
         async with self._channel() as stub:
-            await stub.GenerateUnary(self._request(), metadata=self._metadata())
+            await stub.GenerateUnary(self._request(), metadata=self._metadata(), timeout=self.timeout_s)
 
     async def _post(self, stream):
         self.num_choices = 2
         body = {"prompt": [5, 6, 7], "n": 2, "stream": stream}
+        if self.timeout_s is not None:
+            body["request_timeout_ms"] = round(self.timeout_s * 1000)
         await self.system.http.post("/v1/completions", json=body, headers=self.headers)
 
     def _channel(self):
@@ -154,32 +162,94 @@ async def test_queue_forgets_who_left(make_system, worker_type, api, name):
     await asyncio.gather(asking, return_exceptions=True)
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("script", [never_answer, decode_some])
-async def test_what_a_client_that_left_made_us_hold_is_free_without_the_collector(
-    make_system, worker_type, monkeypatch, script, api
-):
+async def finish_at_once(attempt):
+    attempt.emit(worker_pb2.Admitted())
+    attempt.emit(worker_pb2.DecodeStarted())
+    attempt.tokens(0, [40, 41])
+    attempt.finish()
+
+
+async def fail_before_a_token(attempt):
+    attempt.fail(WorkerUnavailable("a worker's failure"))
+
+
+async def fail_after_tokens(attempt):
+    attempt.emit(worker_pb2.Admitted())
+    attempt.emit(worker_pb2.DecodeStarted())
+    attempt.tokens(len(attempt.spec.emitted_token_ids), [40])
+    attempt.fail(InternalError("a worker's fault"))
+
+
+ENDS = {
+    "finished": (finish_at_once, {}),
+    "without a place": (refuse, {"max_queue_wait_s": 0.2}),
+    "too late": (decode_some, {"timeout_s": 0.3}),
+    "too late in the queue": (refuse, {"timeout_s": 0.3}),
+    "failed before a token": (fail_before_a_token, {}),
+    "failed after tokens": (fail_after_tokens, {}),
+    "left": (decode_some, {"is_left": True}),
+    "left at once": (never_answer, {"is_left": True}),
+    "left in the queue": (refuse, {"is_left": True}),
+}
+"""By how a request ends: what its worker does, and what else leads there."""
+KEPT = (RunningAnswer, AnswerSpec, Attempt, Call, Journal, Exchange)
+"""What holds a prompt, or what it was made of."""
+
+
+@pytest.mark.parametrize(
+    "api",
+    [
+        "http_whole",
+        "grpc_stream",
+        *(pytest.param(api, marks=pytest.mark.slow) for api in ("http_stream", "grpc_whole")),
+    ],
+)
+@pytest.mark.parametrize("end", ENDS)
+async def test_no_request_waits_for_the_collector(make_system, worker_type, end, api):
     """A prompt may have megabytes, and few objects that would make the collector look."""
-    system, made = await make_system(), []
-
-    def recorded(*args, **kwargs):
-        request = RunningAnswer(*args, **kwargs)
-        made.append(weakref.ref(request))
-        return request
-
-    monkeypatch.setattr("gateway.requests.lifecycle.RunningAnswer", recorded)
+    script, led_by = ENDS[end]
+    settings = {name: value for name, value in led_by.items() if name == "max_queue_wait_s"}
+    system = await make_system(**settings)
     decode = await system.add(worker_type("decode", "decode-0", script))
-    calls = Calls(system, {})
-    asking = asyncio.create_task(getattr(calls, api)())
-    await system.until(lambda: len(decode.attempts) == calls.num_choices)
+    gc.collect()
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
+        for headers in NAMES.values():
+            calls, num_before = Calls(system, headers), len(decode.attempts)
+            calls.timeout_s = led_by.get("timeout_s")
+            asking = asyncio.create_task(getattr(calls, api)())
+            if "is_left" in led_by:
+                await system.until(lambda before=num_before: len(decode.attempts) > before)
+                asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await until_idle(system)
+            del asking
+        await asyncio.sleep(0.05)  # Tasks that were told to end have ended.
+        gc.collect()
+        assert not Counter(type(each).__name__ for each in gc.garbage if isinstance(each, KEPT))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def test_a_long_body_whose_client_left_before_its_turn_is_not_read(make_system, monkeypatch):
+    """Each takes a thread for a while; those behind it would keep their memory as long."""
+    system, read = await make_system(), []
+    bodies = system.gateway.api._bodies
+    monkeypatch.setattr("gateway.edge.tokenization._read_tokenize", read.append)
+    content = b'{"prompt": "a"}'.ljust(LONG_BODY_BYTES + 1)
+    async with bodies._long:
+        asking = asyncio.create_task(
+            system.http.post("/tokenize", content=content, headers={"content-type": "application/json"})
+        )
+        await system.until(lambda: bodies.num_bytes == len(content))
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until_idle(system)
-        await system.until(lambda: made and all(request() is None for request in made))
-    finally:
-        gc.enable()
+        await system.until(lambda: not connections(system))
+    await system.until(lambda: not bodies.num_bytes, timeout_s=1.0)
+    assert not read
 
 
 async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, worker_type, monkeypatch):

@@ -1,10 +1,11 @@
 """What bodies may take: together, by tenant, and small ones beside long ones."""
 
 import contextlib
+import random
 
 import pytest
 
-from gateway.http.bodies import SMALL_BODY_BYTES, Bodies
+from gateway.http.bodies import RESERVE_PART, SMALL_BODY_BYTES, TENANT_PART, Bodies
 from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import Overloaded, RateLimited
 
@@ -31,6 +32,25 @@ def test_a_tenant_has_its_share_and_no_more():
     assert len(long_claims(bodies, "a")[0]) == 7
     claims[0].release()
     bodies.claim("b", num_bytes=MAX_BODY_BYTES)
+
+
+def test_what_a_tenant_holds_is_never_above_its_share():
+    """Bodies of any size that come in turns and are given up when they find no room, as a flood of them is."""
+    bodies, chance = Bodies(ALL), random.Random(8)
+    share = bodies.tenant_bytes + ALL // RESERVE_PART // TENANT_PART
+    claims = [bodies.claim("b") for _ in range(640)]
+    most = num_refused = 0
+    for _ in range(6000):
+        claim = chance.choice(claims)
+        try:
+            claim.add(min(chance.choice([1, 1000, 60_000, 2**20]), MAX_BODY_BYTES - claim.num_bytes))
+        except RateLimited:
+            claim.release()
+            num_refused += 1
+        assert bodies.num_bytes == sum(each.num_bytes for each in claims)
+        most = max(most, bodies.num_bytes)
+    assert share - 2**20 < most <= share
+    assert num_refused > 100
 
 
 def test_the_share_of_a_tenant_may_be_set():

@@ -1,6 +1,8 @@
 """Handlers under errors, garbage, cancels and readers that do not read."""
 
 import asyncio
+import gc
+import types
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -158,3 +160,26 @@ async def test_a_caller_that_does_not_read_is_cut_off(servicer: Servicer) -> Non
         failure = await failure_of(read_all(call))
         assert failure.code() is grpc.StatusCode.UNAVAILABLE
         assert "not read" in (failure.details() or "")
+
+
+async def test_a_refused_call_leaves_no_frame_of_its_handler_to_the_collector(stub: Any, servicer: Servicer) -> None:
+    """gRPC keeps the error by which a call ends, and the frames through which that went, in a cycle."""
+
+    async def refuse(request: Any, context: Any) -> Any:
+        raise errors.InvalidRequest("bad")
+
+    servicer.unary = refuse
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 1000)))
+        await asyncio.sleep(0.05)
+        gc.collect()
+        frames = [each for each in gc.garbage if isinstance(each, types.FrameType)]
+        assert not [frame for frame in frames if frame.f_code is refuse.__code__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
