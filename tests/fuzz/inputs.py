@@ -16,74 +16,28 @@ from google.protobuf.message import DecodeError
 
 from protos import cluster_pb2, inference_pb2
 from tests.attack import http2
-
-MAX_TOKENS = 3
-CONTEXT_TOKENS = 2048
-
-JUNK: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 0.0, -0.0,
-    0.5, 1.5, -2.5, 1e308, -1e308, 1e-320, 2**31, 2**63, -(2**63) - 1, 10**40,
-    "", " ", "a", "\x00", "�", "日本語", "🙂" * 20, "\ud800", "x" * 300, "x" * 70_000, "null", "1", "-1", "NaN",
-    [], [[]], [None], [1, "a"], [1.5], [-1], [10**12], ["", ""], ["a"] * 300, [[1, 2], [3]], list(range(100)),
-    {}, {"": ""}, {"1": 1}, {"a": {"b": {}}}, {"role": "user"}, {"type": "json_object"}, {"type": "text"},
-    [{"role": "user", "content": "a"}], [{"type": "reasoning"}], [{"type": "function_call", "call_id": "1"}],
-    [{"type": "function", "name": "f"}], {"format": {"type": "json_object"}}, {"effort": "none"},
-)  # fmt: skip
-NUMBERS = (0, 1, -1, 2, 5, 19, 20, 21, 100, 101, -100, 10**9, 2**31 - 1, 2**32, 0.1, 0.99, 1.01, 2.01, -2.01, 1e-9)
-MEMBERS = (
-    "model", "max_tokens", "min_tokens", "temperature", "top_p",
-    "top_k", "min_p", "n", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stream", "stream_options",
-    "priority", "service_class", "tenant", "return_token_ids",
-    "user", "cache_salt", "allow_fallback", "prompt", "logprobs",
-    "best_of", "messages", "max_completion_tokens", "top_logprobs", "echo", "suffix", "tools", "tool_choice",
-    "response_format", "functions", "metadata", "store", "parallel_tool_calls", "nonsense",
-    "input", "instructions", "max_output_tokens", "text", "reasoning", "include", "previous_response_id", "background",
-    "conversation", "truncation", "prompt_cache_key", "safety_identifier", "service_tier", "max_tool_calls",
-)  # fmt: skip
-HEADERS = (
-    "host", "origin", "sec-fetch-site", "access-control-request-method", "trailer", "connection", "upgrade",
-    "authorization", "content-type", "accept", "x-request-id", "idempotency-key", "last-event-id", "x-session-id",
-    "x-service-class", "x-allow-fallback", "traceparent", "tracestate", "expect", "x-forwarded-for", "cookie", "range",
-    "x-request-timeout-ms", "x-slo-ttft-ms", "x-tandem-prefill",
-)  # fmt: skip
-HEADER_VALUES = (
-    "", " ", "x", "x" * 255, "x" * 256,
-    "x" * 5000, "Bearer", "Bearer x", "Basic eDp4", "application/json", "text/plain",
-    "multipart/form-data; boundary=x", "0", "-1", "99999999999999999999", "00-" + "0" * 32 + "-" + "0" * 16 + "-01",
-    "100-continue", "critical", "batch", "true", "maybe", "a\tb", "\xe9\xff", "%00", "../..", "1:2", "bytes=0-1",
-)  # fmt: skip
-HOSTS = (
-    "localhost", "127.0.0.1:8000", "[::1]", "", " ", ":", ":8000", "evil.example", "evil.example:8000", "localhost.",
-    "localhost.evil.example", "[evil", "[::1", "]", "a@localhost", "*", "x" * 300, "\xe9", "127.0.0.1.nip.io", "0177.1",
-)  # fmt: skip
-ORIGINS = (
-    "http://localhost", "https://evil.example", "null", "", "://", "http://", "localhost", "http://localhost:99999",
-    "file://", "chrome-extension://a", "x" * 3000, "http://localhost, http://localhost", "\xff", "https://[::1]:443",
-)  # fmt: skip
-SITES = ("cross-site", "same-site", "same-origin", "none", "", "x")
-TRAILERS = (
-    b"", b"a: b\r\n", b"Authorization: Bearer x\r\n", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n",
-    b"X-Request-Id: a b\r\n", b"a: b\r\n" * 90, b"a: b\r\n" * 3000, b"a: " + b"b" * 20_000 + b"\r\n", b"no colon\r\n",
-    b" folded\r\n", b"\x00: b\r\n", b"Host: evil.example\r\n" * 2, b"a: b\n", b"\xff: \xff\r\n",
-)  # fmt: skip
-EXTENSIONS = (
-    b"", b";a", b";a=b", b';a="b"', b';a="b', b";" * 50, b";a=" + b"b" * 20_000, b" ", b";\x00", b";a=b;c=d", b";\xff",
-)  # fmt: skip
-API_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/batches", "/tokenize", "/detokenize")
-ANSWERING_PATHS = API_PATHS[:3]
-"""Those that answer with tokens."""
-PATHS = (
-    "/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files?limit=x", "/v1/batches", "/v1/batches/x",
-    "/v1/batches/x/cancel", "/v1/batches?after=x", "/tokenize", "/detokenize", "/openapi.json", "/dashboard",
-    "/dashboard/app.js", "/dashboard/data", "/dashboard/events", "/dashboard/requests/1",
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings",
-    "/v1/responses", "/v1/responses/x", "/v1/responses/input_tokens", "/v1/", "/v1", "/", "//",
-    "/health", "/ready", "/metrics", "/cluster", "/docs", "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
-    "/v1/completions/", "/v1/completions?x=" + "y" * 2000, "/" + "a" * 9000, "/%ff%fe", "/v1/chat/completions#x", "*",
-)  # fmt: skip
-METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "FOO", "POST\t", "")
+from tests.fuzz.words import (
+    ANSWERING_PATHS,
+    ANTHROPIC_PATHS,
+    API_PATHS,
+    BLOCKS,
+    CONTEXT_TOKENS,
+    EXTENSIONS,
+    HEADER_VALUES,
+    HEADERS,
+    HOSTS,
+    JUNK,
+    MAX_TOKENS,
+    MEMBERS,
+    METHODS,
+    METHODS_OF_GRPC,
+    NUMBERS,
+    ORIGINS,
+    PATHS,
+    SCHEMAS,
+    SITES,
+    TRAILERS,
+)
 
 
 @dataclass(frozen=True)
@@ -143,18 +97,23 @@ class Inputs:
         path = one.choice([*ANSWERING_PATHS, *API_PATHS])
         if path == "/v1/batches":
             return path, {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}
-        if path == "/tokenize":
+        if path == "/tokenize" and one.random() < 0.5:
             return path, {"prompt": self._word()}
         if path == "/detokenize":
             return path, {"tokens": one.choices([0, 1, 77, 2**40], k=one.randint(0, 20))}
         common: dict[str, Any] = {_limits_of(path)[0]: one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
         if one.random() < 0.3:
             common["stream"] = True
-        if path == "/v1/responses":
+        if path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings"):
             return path, {"input": self._word(), **common}
         if path == "/v1/completions":
             return path, {"prompt": self._word(), **common}
-        return path, {"messages": [{"role": "user", "content": self._word()}], **common}
+        if path in ("/v1/messages/count_tokens", "/tokenize", "/apply-template"):
+            common = {}  # They answer no tokens.
+        content: Any = self._word()
+        if path in ANTHROPIC_PATHS and one.random() < 0.3:
+            content = one.choices(BLOCKS, k=one.randint(0, 3))
+        return path, {"messages": [{"role": "user", "content": content}], **common}
 
     def _wrong_member(self) -> HttpInput:
         path, body = self._body()
@@ -330,21 +289,7 @@ class Inputs:
 
     def grpc(self) -> GrpcInput:
         """The next one."""
-        method = self._random.choice(
-            [
-                "Generate",
-                "Generate",
-                "Generate",
-                "GenerateUnary",
-                "Resume",
-                "Tokenize",
-                "Detokenize",
-                "ListModels",
-                "Nothing",
-                "Cluster/GetTopology",
-                "Cluster/Drain",
-            ]
-        )
+        method = self._random.choice(METHODS_OF_GRPC)
         what, message = self._message(method)
         metadata = []
         if self._random.random() < 0.2:
@@ -364,7 +309,8 @@ class Inputs:
         if self._random.random() < 0.03:
             num_messages = self._random.choice([0, 2, 3])
             return GrpcInput(f"{what} {num_messages} times", path, message, tuple(metadata), num_messages=num_messages)
-        return GrpcInput(what, path, message, tuple(metadata), timeout_s, leaves=self._random.random() < 0.1)
+        leaves = self._random.random() < 0.1 or method == "Cluster/WatchTopology"  # which has no end
+        return GrpcInput(what, path, message, tuple(metadata), timeout_s, leaves=leaves)
 
     def _frames(self, path: str, message: bytes) -> bytes:
         """A call that does not end: a part of a message, headers without end, or frames in another order."""
@@ -396,6 +342,8 @@ class Inputs:
             message.sampling.max_tokens = one.randint(1, MAX_TOKENS)
             if one.random() < 0.3:
                 message.token_ids.ids.extend(one.choices([0, 1, 5, 1999, 2**31, 2**32 - 1], k=one.randint(1, 50)))
+        elif method in ("Chat", "ChatUnary"):
+            message = self._chat()
         elif method == "Resume":
             message = inference_pb2.ResumeRequest(request_id=self._word(), next_index=one.choice([0, 1, 2**32 - 1]))
         elif method == "Tokenize":
@@ -406,6 +354,8 @@ class Inputs:
             )
         elif method == "Cluster/Drain":
             message = cluster_pb2.DrainRequest(worker_id=self._word())
+        elif method == "Cluster/SetPrefill":
+            message = cluster_pb2.SetPrefillRequest(choice=one.choice([0, 1, 2, 3, 99]))
         else:
             message = inference_pb2.ListModelsRequest()
         what = method
@@ -419,6 +369,32 @@ class Inputs:
                 changed[one.randrange(len(changed))] = one.randrange(256)
             return what + " flipped", _bounded_bytes(bytes(changed), method)
         return what, data
+
+    def _chat(self) -> inference_pb2.ChatRequest:
+        """A conversation, with odd turns, tools, answers and words for the template."""
+        one = self._random
+        message = inference_pb2.ChatRequest()
+        message.sampling.max_tokens = one.randint(1, MAX_TOKENS)
+        for _ in range(one.choice([0, 1, 1, 2, 50])):
+            role = one.choice(["user", "user", "assistant", "system", "tool", "", "x" * 300])
+            turn = message.messages.add(role=role, content=self._word())
+            if one.random() < 0.2:
+                turn.tool_calls.add(id=one.choice(["", "1"]), name=one.choice(["f", ""]), arguments=one.choice(SCHEMAS))
+            if one.random() < 0.2:
+                turn.tool_call_id = one.choice(["", "1", "x" * 300])
+        for _ in range(one.choice([0, 0, 1, 2, 200])):
+            message.tools.add(
+                name=one.choice(["f", "g", "", "x" * 300]), parameters=one.choice(SCHEMAS), strict=one.random() < 0.3
+            )
+        if one.random() < 0.2:
+            message.tool_choice.mode = one.choice([0, 1, 2, 99])
+            message.tool_choice.name = one.choice(["", "f", "nonsense"])
+        if one.random() < 0.2:
+            message.response_format.json_schema = one.choice(SCHEMAS)
+        if one.random() < 0.2:
+            message.chat_template_kwargs[one.choice(["enable_thinking", "messages", "", "x"])] = one.choice(SCHEMAS)
+        message.num_choices = one.choice([0, 0, 1, 2, 129, 2**32 - 1])
+        return message
 
     def _spoil(self, message: Any) -> str:
         """Sets one field of the message, or of its sampling, to something odd; returns its name."""
@@ -479,18 +455,27 @@ def _is_bounded(path: str, data: bytes) -> bool:
 
 
 def _bound_message(message: Any) -> None:
-    if isinstance(message, inference_pb2.GenerateRequest):
+    if isinstance(message, inference_pb2.GenerateRequest | inference_pb2.ChatRequest):
         sampling = message.sampling
         if not sampling.HasField("max_tokens") or MAX_TOKENS < sampling.max_tokens <= CONTEXT_TOKENS:
             sampling.max_tokens = MAX_TOKENS
 
 
+_GENERATING = {
+    "Generate": inference_pb2.GenerateRequest,
+    "GenerateUnary": inference_pb2.GenerateRequest,
+    "Chat": inference_pb2.ChatRequest,
+    "ChatUnary": inference_pb2.ChatRequest,
+}
+
+
 def _bounded_bytes(data: bytes, method: str) -> bytes:
     """The bytes; where they happen to be a request, one for few tokens."""
-    if method not in ("Generate", "GenerateUnary"):
+    kind: Any = _GENERATING.get(method)
+    if kind is None:
         return data
     try:
-        message = inference_pb2.GenerateRequest.FromString(data)
+        message = kind.FromString(data)
     except DecodeError:
         return data
     _bound_message(message)

@@ -23,7 +23,8 @@ import grpc
 
 from benchmarks.cluster import Cluster, running_cluster
 from protos import inference_pb2, inference_pb2_grpc
-from tests.fuzz.inputs import API_PATHS, GrpcInput, HttpInput, Inputs
+from tests.fuzz.inputs import GrpcInput, HttpInput, Inputs
+from tests.fuzz.words import ANTHROPIC_PATHS, API_PATHS
 
 CONCURRENCY = 8
 LOOKS = (0.25, 0.3, 0.35, 0.4)
@@ -38,6 +39,7 @@ MAX_GROWTH_OF_FEW_MIB = 32
 CUT_OFF_BYTES = 16_384
 """A client that sends more may be answered, and cut off, before all was read: the answer can get lost on the way."""
 _OF_API = tuple(f"POST {path} ".encode() for path in API_PATHS)
+_OF_ANTHROPIC = tuple(f"POST {path} ".encode() for path in ANTHROPIC_PATHS)
 SOUND_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503, 505})
 SOUND_CODES = frozenset(
     {
@@ -128,7 +130,8 @@ class Fuzzer:
         if status not in SOUND_STATUSES:
             outcome.trouble(f"status {status}", example)
         is_of_api = given.data.startswith(_OF_API)
-        if status >= 400 and is_of_api and body and not _is_error_object(body):
+        members = {"message", "type"} | ({"code"} if not given.data.startswith(_OF_ANTHROPIC) else set())
+        if status >= 400 and is_of_api and body and not _is_error_object(body, members):
             outcome.trouble("no error object", example)
         if any(word.encode() in body for word in INTERNAL_WORDS) and status >= 400:
             outcome.trouble("internals shown", example)
@@ -219,12 +222,12 @@ async def _read_answer(reader: asyncio.StreamReader, *, is_head: bool) -> tuple[
     return status, body
 
 
-def _is_error_object(body: bytes) -> bool:
+def _is_error_object(body: bytes, members: set[str]) -> bool:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         return False
-    return isinstance(error, dict) and {"message", "type", "code"} <= error.keys() and bool(error["message"])
+    return isinstance(error, dict) and members <= error.keys() and bool(error["message"])
 
 
 def processes(cluster: Cluster) -> dict[str, int]:

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from protos import inference_pb2
-from tests.fuzz.inputs import MAX_TOKENS, HttpInput, Inputs
+from gateway.openapi.operations import OPERATIONS
+from protos import cluster_pb2, inference_pb2
+from tests.fuzz.inputs import HttpInput, Inputs
 from tests.fuzz.run import Fuzzer, Outcome, main
+from tests.fuzz.words import MAX_TOKENS
 
 
 def test_one_seed_draws_the_same_inputs() -> None:
@@ -18,17 +22,40 @@ def test_one_seed_draws_the_same_inputs() -> None:
     assert len({Inputs(seed).http().data for seed in range(50)}) > 40
 
 
+GENERATING: dict[str, Any] = {
+    "Inference/Generate": inference_pb2.GenerateRequest,
+    "Inference/GenerateUnary": inference_pb2.GenerateRequest,
+    "Inference/Chat": inference_pb2.ChatRequest,
+    "Inference/ChatUnary": inference_pb2.ChatRequest,
+}
+
+
 def test_no_call_asks_for_a_long_answer() -> None:
     inputs = Inputs(8)
     for _ in range(3000):
         given = inputs.grpc()
-        if given.method in ("Inference/Generate", "Inference/GenerateUnary"):
+        kind = GENERATING.get(given.method)
+        if kind is not None:
             try:
-                message = inference_pb2.GenerateRequest.FromString(given.message)
+                message = kind.FromString(given.message)
             except Exception:  # noqa: BLE001 - bytes that are no message are refused, whatever the library calls it
                 continue
             assert message.sampling.HasField("max_tokens")
             assert not MAX_TOKENS < message.sampling.max_tokens <= 2048
+
+
+def test_every_route_and_method_is_among_the_inputs() -> None:
+    inputs = Inputs(9)
+    asked = {
+        given.data.split(b" ", 2)[1].split(b"?")[0] for _ in range(8000) if (given := inputs.http()).data.count(b" ")
+    }
+    for operation in OPERATIONS:
+        path = re.compile(re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(operation.path)).encode())
+        assert any(path.fullmatch(one) for one in asked), operation.path
+    called = {inputs.grpc().method for _ in range(1000)}
+    for file in (inference_pb2, cluster_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            assert {f"{service.name}/{method.name}" for method in service.methods} <= called
 
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
