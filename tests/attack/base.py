@@ -113,10 +113,12 @@ def rss_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-async def memory_row(target: Target, what: str, flood: Callable[[], Awaitable[int]], *, bound_mib: int = 0) -> Row:
+async def memory_row(
+    target: Target, what: str, flood: Callable[[], Awaitable[int]], *, bound_mib: int = 0, kept_mib: int = 0
+) -> Row:
     """What the gateway's memory grows by while `flood` sends bytes, whose number it returns, and BACK_S after it.
 
-    `bound_mib`: what it may hold of them, as the documents say.
+    `bound_mib`: what it may hold of them, as the documents say; `kept_mib`: what it may keep for a while after it.
     """
     before = most = target.rss_mib()
     task = asyncio.ensure_future(flood())
@@ -125,10 +127,11 @@ async def memory_row(target: Target, what: str, flood: Callable[[], Awaitable[in
         await asyncio.wait((task,), timeout=0.02)
     sent_mib = await task / MIB
     until_s = time.monotonic() + BACK_S
-    while (after := target.rss_mib()) > before + LEFT_MIB and time.monotonic() < until_s:  # noqa: ASYNC110 - memory tells no event
+    most_left_mib = kept_mib + LEFT_MIB
+    while (after := target.rss_mib()) > before + most_left_mib and time.monotonic() < until_s:  # noqa: ASYNC110 - memory tells no event
         await asyncio.sleep(0.1)
-    held = most - before < bound_mib + MOST_GROWTH_MIB and after - before <= LEFT_MIB
-    expected = f"at most +{bound_mib + MOST_GROWTH_MIB} MiB, +{LEFT_MIB} after {BACK_S:g} s"
+    held = most - before < bound_mib + MOST_GROWTH_MIB and after - before <= most_left_mib
+    expected = f"at most +{bound_mib + MOST_GROWTH_MIB} MiB, +{most_left_mib} after {BACK_S:g} s"
     happened = f"took {sent_mib:.0f} MiB, +{most - before:.0f} MiB at most, {after - before:+.0f} MiB after it"
     return Row(what, expected, happened, held)
 

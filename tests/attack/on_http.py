@@ -24,6 +24,11 @@ SENT_MIB = 2000
 FLOOD_S = 60.0
 NUM_FLOODING = 4
 RETRY_S = 0.2
+SHARE_MIB = 64
+"""What a tenant's bodies may take at the defaults: a quarter of `--body-memory`."""
+FILLING_S = 4.0
+"""The time in which a share is filled: bodies that stand still are ended after 5 s."""
+HELD = 'tandem_http_request_bytes{what="bodies"}'
 ANSWER_S = 15.0
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = LINE + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -176,24 +181,79 @@ async def bodies_of_one_tenant(target: Target) -> Sequence[Row]:
 
     tasks = [asyncio.create_task(hold(1, size)) for _ in range(40)]
     tasks += [asyncio.create_task(hold(1, 60_000)) for _ in range(600)]
+    most, looks = 0, asyncio.create_task(_most_held(target))
     try:
         await asyncio.sleep(3)
         async with target.client(VICTIM, timeout_s=20) as http:
             small = [(await http.post("/tokenize", json={"prompt": "hello"})).status_code for _ in range(20)]
             long = (await http.post("/tokenize", json={"prompt": "x " * 200_000})).status_code
-        async with target.client(ATTACKER, timeout_s=20) as http:
-            own = await http.post("/tokenize", json={"prompt": "x " * 200_000})
     finally:
-        for task in tasks:
+        for task in (looks, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        most, *_ = await asyncio.gather(looks, *tasks, return_exceptions=True)
     held = small == [200] * 20 and long == 200
-    told = f"{own.status_code}, Retry-After {own.headers.get('retry-after')}"
-    is_told = own.status_code in (429, 503) and "retry-after" in own.headers
     return [
         Row("20 small requests and a long one of another tenant", "200", f"{small.count(200)} of 20, {long}", held),
-        Row("the attacker's own long one", "429 or 503 with Retry-After", told, is_told),
+        Row("what is held of bodies meanwhile", f"at most {SHARE_MIB} MiB, a tenant's share", f"{most / MIB:.1f} MiB",
+            0 < most <= (SHARE_MIB + 1) * MIB),
+        *await _beyond_a_full_share(target, key, size),
+    ]  # fmt: skip
+
+
+async def _beyond_a_full_share(target: Target, key: bytes, size: int) -> list[Row]:
+    """Bodies without their last byte until one finds no room; then whole ones, before and after their ends.
+
+    While many come at once, those that are refused keep making room, and a body of the attacker's own may find some.
+    """
+    body = b'{"prompt": "x"}'.ljust(size)
+    head = LINE.replace(b"/v1/completions", b"/tokenize") + key + b"Content-Length: %d\r\n\r\n" % size
+    async with contextlib.AsyncExitStack() as stack, target.client(ADMIN) as http:
+        async with asyncio.timeout(FILLING_S):
+            while await _held_bytes(http) > MIB:  # noqa: ASYNC110 - the gateway tells no event
+                await asyncio.sleep(0.02)
+        num_held, until_s = 0, time.monotonic() + FILLING_S
+        while time.monotonic() < until_s:
+            reader, writer = await stack.enter_async_context(_caller(target))
+            writer.write(head + body[:-1])
+            refused = asyncio.ensure_future(reader.read(1))
+            while not refused.done() and await _held_bytes(http) < (num_held + 1) * (size - 1):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            if refused.done():
+                break
+            refused.cancel()
+            num_held += 1
+        async with target.client(ATTACKER) as own:
+            json_type = {"content-type": "application/json"}
+            beyond = await own.post("/tokenize", content=body, headers=json_type)
+            await stack.aclose()
+            until_s = time.monotonic() + 1.0
+            while (later := await own.post("/tokenize", content=body, headers=json_type)).status_code != 200:
+                if time.monotonic() > until_s:
+                    break
+    told = (
+        f"{num_held} of {size / MIB:g} MiB held, {beyond.status_code}, Retry-After {beyond.headers.get('retry-after')}"
+    )
+    is_told = beyond.status_code in (429, 503) and "retry-after" in beyond.headers
+    return [
+        Row("the attacker's own long one where its share is taken", "429 or 503 with Retry-After", told, is_told),
+        Row("the same a second after they have gone", "200", str(later.status_code), later.status_code == 200),
     ]
+
+
+async def _most_held(target: Target) -> int:
+    """Looks until it is cancelled; the most bytes of bodies that the gateway held."""
+    most = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        async with target.client(ADMIN) as http:
+            while True:
+                most = max(most, await _held_bytes(http))
+                await asyncio.sleep(0.05)
+    return most
+
+
+async def _held_bytes(http: httpx.AsyncClient) -> int:
+    lines = (await http.get("/metrics")).text.splitlines()
+    return int(float(next(line for line in lines if line.startswith(HELD)).split()[1]))
 
 
 @attack(12, alone=True)
