@@ -1,7 +1,8 @@
 """A model with vLLM on several ranks, as a program: what it answers, what it hands over, and when it misses a rank.
 
 Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n, "ranks": n, "end": signal}` on standard input, and
-`dtype` and `device` if they are not float32 and cpu; writes what it saw.
+`dtype` and `device` if they are not float32 and cpu, `has_amx` if the CPU is to be taken for one without; writes what
+it saw.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from services.engine.steps.sequence import Sampling, Sequence
@@ -96,6 +98,8 @@ def lose_a_rank(model: VllmModel, how: signal.Signals) -> dict[str, object]:
 
 def main() -> None:
     asked = json.load(sys.stdin)
+    if not asked.get("has_amx", True):
+        torch.cpu._is_amx_tile_supported = lambda: False
     settings = VllmSettings(
         model_dir=Path(asked["model"]),
         dtype=asked.get("dtype", "float32"),

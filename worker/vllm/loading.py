@@ -193,7 +193,7 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
     try:
         config = EngineArgs(**_arguments(settings)).create_engine_config()
         config.model_config.logits_processors = [_processor(config)]
-        _refuse_float32(config)
+        _refuse_dtype(config)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
     except (KeyError, RuntimeError, ValueError) as error:  # a model that it, or this machine, is not made for
         raise ModelError(f"vLLM cannot serve {settings.model_dir}: {type(error).__name__}: {error}") from error
@@ -249,14 +249,21 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
     }
 
 
-def _refuse_float32(config: "VllmConfig") -> None:
-    """Raises ConfigError where vLLM's kernels would refuse the activations, which they do in the first step only."""
+def _refuse_dtype(config: "VllmConfig") -> None:
+    """Raises ConfigError where vLLM's kernels for CPUs would refuse the type later, some in the first step only."""
+    if config.device_config.device_type != "cpu":
+        return
     model = config.model_config
-    if model.quantization is not None and model.dtype == torch.float32 and config.device_config.device_type == "cpu":
-        raise ConfigError(
-            f"--dtype is float32, and the model's weights are quantized ({model.quantization}): on a CPU, vLLM "
-            "computes with them in bfloat16 or float16"
+    reason = ""
+    if model.quantization is not None and model.dtype == torch.float32:
+        reason = (
+            f"model's weights are quantized ({model.quantization}): on a CPU, vLLM computes with them in bfloat16 or "
+            "float16"
         )
+    elif model.use_mla and model.dtype != torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        reason = "model has latent vectors for KV (MLA): on a CPU with AMX, vLLM computes with them in bfloat16"
+    if reason:
+        raise ConfigError(f"--dtype is {str(model.dtype).removeprefix('torch.')}, and the {reason}")
 
 
 def _processor(config: "VllmConfig") -> str:

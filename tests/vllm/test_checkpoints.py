@@ -1,4 +1,4 @@
-"""Checkpoints with weights of eight and four bits, which this project's own engine does not take."""
+"""Checkpoints that this project's own engine does not take: weights of eight and four bits, latent vectors for KV."""
 
 import json
 import random
@@ -82,25 +82,54 @@ def make(folder: Path, quantize: Callable[[dict[str, torch.Tensor]], dict[str, A
     return folder
 
 
-def run(model: Path, dtype: str) -> "subprocess.CompletedProcess[str]":
+def make_latent(folder: Path) -> Path:
+    """Writes a random mixture of experts with latent vectors of DeepSeek's sizes, which kernels are made for."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(5)
+    config = DeepseekV2Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy", q_lora_rank=None, kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=2048, initializer_range=0.1,
+    )  # fmt: skip
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def run(model: Path, dtype: str, **asked: object) -> "subprocess.CompletedProcess[str]":
     chance = random.Random(7)
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 32, 300)]
-    asked = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, "ranks": 1, "dtype": dtype}
+    program = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, "ranks": 1, "dtype": dtype}
     return subprocess.run(
-        [sys.executable, "-m", "tests.vllm.ranks"], input=json.dumps(asked), cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.vllm.ranks"], input=json.dumps(program | asked), cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
+
+
+def check_answers(done: "subprocess.CompletedProcess[str]") -> None:
+    assert not done.returncode, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["answers"] == seen["alone"]
+    assert len({tuple(answer) for answer in seen["answers"]}) == 3
 
 
 @pytest.mark.parametrize("quantize", [int8, pytest.param(awq, marks=pytest.mark.slow)])
 def test_an_answer_from_pages_that_arrived_is_what_vllm_answers_alone(
     tmp_path: Path, quantize: Callable[[dict[str, torch.Tensor]], dict[str, Any]]
 ) -> None:
-    done = run(make(tmp_path, quantize), "auto")
-    assert not done.returncode, done.stderr[-2000:]
-    seen = json.loads(done.stdout)
-    assert seen["answers"] == seen["alone"]
-    assert len({tuple(answer) for answer in seen["answers"]}) == 3
+    check_answers(run(make(tmp_path, quantize), "auto"))
+
+
+@pytest.mark.slow
+def test_latent_vectors_are_handed_over(tmp_path: Path) -> None:
+    check_answers(run(make_latent(tmp_path), "bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_latent_vectors_are_handed_over_without_amx(tmp_path: Path, dtype: str) -> None:
+    check_answers(run(make_latent(tmp_path), dtype, has_amx=False))
 
 
 @pytest.mark.slow
@@ -108,3 +137,11 @@ def test_float32_is_refused_before_a_step_would_fail(tmp_path: Path) -> None:
     done = run(make(tmp_path, int8), "float32")
     assert done.returncode
     assert "ConfigError: --dtype is float32, and the model's weights are quantized" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
+def test_other_types_than_bfloat16_are_refused_for_latent_vectors_with_amx(tmp_path: Path) -> None:
+    done = run(make_latent(tmp_path), "float32")
+    assert done.returncode
+    assert "ConfigError: --dtype is float32, and the model has latent vectors for KV (MLA)" in done.stderr
