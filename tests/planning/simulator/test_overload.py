@@ -86,7 +86,10 @@ def test_at_any_load_nearly_all_of_the_capacity_gives_good_answers(
     capacity_per_s: float, factor: float, seed: int
 ) -> None:
     got = outcome(arrivals(factor * capacity_per_s, seed=seed), replace(SPEC, targets=Targets(TTFT_S)))
-    assert got.good_per_s >= 0.92 * min(1.0, 0.85 * factor) * capacity_per_s
+    # Steps that are filled first come first served end 2.78 answers a second, those of the workers' own chunks 2.43. At
+    # twice that, what to let in is the hardest to tell: 0.928 and 1.014 for these seeds.
+    least = 0.92 if factor == 2.0 else 0.95
+    assert got.good_per_s >= least * min(1.0, 0.85 * factor) * capacity_per_s
     assert got.late_share <= 0.10
     assert set(got.batch_refusals) <= {QUEUE_FULL, PUSHED_OUT}, "by the bound of the queue, never by a prediction"
     if factor <= 1.0:
