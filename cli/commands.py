@@ -25,6 +25,7 @@ COMMANDS = {
     "drain": (SERVE, "have a worker of a running up finish what it runs, and end"),
     "status": (WATCH, "show the workers of a running cluster"),
     "top": (WATCH, "watch a gateway: its workers, figures and requests, each second"),
+    "where": (WATCH, "show which workers have a request"),
     "logs": (WATCH, "show the logs of a running up, in the order of time"),
     "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
     "probe": (WATCH, "ask a process whether it lives or is ready, for a container's health"),

@@ -103,7 +103,8 @@ class Gateway:
         self._config = config
         self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
-        self._placements = PlacementWriter(PlacementStore(self._store))
+        self._places = PlacementStore(self._store)
+        self._placements = PlacementWriter(self._places)
         self._quarantine = Quarantine(self._store)
         # A connection of its own: an answer that is large and late must not keep others from asking.
         self._page_store = Store(config.redis, cluster=config.cluster)
@@ -234,11 +235,11 @@ class Gateway:
         )
 
     def _make_pages(self) -> OperatorPages:
-        cluster = ClusterPage(self.requests, self.topology, store=self._store, troubles=self.troubles)
+        known, store = (self.requests, self.topology), self._store
         return OperatorPages(
             metrics=self.metrics,
             topology=self.topology,
-            cluster=cluster,
+            cluster=ClusterPage(*known, store=store, troubles=self.troubles, places=self._places),
             dashboard=Dashboard(self._feed, self.requests.log.history),
             is_ready=self.is_ready,
             port=lambda: self.http_port,
@@ -283,7 +284,7 @@ class Gateway:
         register(
             server,
             InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
-            ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles),
+            ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles, places=self._places),
         )
         return server
 

@@ -55,6 +55,11 @@ class ClusterStub(object):
                 request_serializer=protos_dot_cluster__pb2.SetPrefillRequest.SerializeToString,
                 response_deserializer=protos_dot_cluster__pb2.SetPrefillResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/tandem.v1.Cluster/Locate',
+                request_serializer=protos_dot_cluster__pb2.LocateRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.Location.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -90,6 +95,13 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Locate(self, request, context):
+        """The workers that have a request, whichever gateway takes care of it; for a minute after its end. NOT_FOUND: no such request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.SetPrefill,
                     request_deserializer=protos_dot_cluster__pb2.SetPrefillRequest.FromString,
                     response_serializer=protos_dot_cluster__pb2.SetPrefillResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=protos_dot_cluster__pb2.LocateRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.Location.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/SetPrefill',
             protos_dot_cluster__pb2.SetPrefillRequest.SerializeToString,
             protos_dot_cluster__pb2.SetPrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Locate',
+            protos_dot_cluster__pb2.LocateRequest.SerializeToString,
+            protos_dot_cluster__pb2.Location.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class ClusterStub:
     """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
     themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
     """
+    Locate: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.LocateRequest, _cluster_pb2.Location]
+    """The workers that have a request, whichever gateway takes care of it; for a minute after its end. NOT_FOUND: no such request."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -59,6 +61,8 @@ class ClusterAsyncStub(ClusterStub):
     """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
     themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
     """
+    Locate: _aio.UnaryUnaryMultiCallable[_cluster_pb2.LocateRequest, _cluster_pb2.Location]  # type: ignore[assignment]
+    """The workers that have a request, whichever gateway takes care of it; for a minute after its end. NOT_FOUND: no such request."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     """Shows and steers a cluster."""
@@ -96,5 +100,13 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
         themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
         """
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _cluster_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.Location, _abc.Awaitable[_cluster_pb2.Location]]:
+        """The workers that have a request, whichever gateway takes care of it; for a minute after its end. NOT_FOUND: no such request."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

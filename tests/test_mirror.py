@@ -108,6 +108,7 @@ PROGRAMS = {
 }
 """Modules that run in another process than the tests', or with a package that they lack."""
 WHOLE = {
+    "cli/test_up_autoscale.py",
     "cli/test_demo_model.py",
     "cli/test_documentation.py",
     "decode_worker/test_giving_way.py",

@@ -30,6 +30,7 @@ from cli.scale import ScaleSettings  # noqa: E402
 from cli.status import StatusSettings  # noqa: E402
 from cli.top import TopSettings  # noqa: E402
 from cli.up_settings import UpSettings  # noqa: E402
+from cli.where import WhereSettings  # noqa: E402
 from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
 from gateway.config import GatewayConfig  # noqa: E402
 from planning.autoscaler.config import AutoscalerConfig  # noqa: E402
@@ -47,6 +48,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem drain": DrainSettings,
     "tandem logs": LogsSettings,
     "tandem status": StatusSettings,
+    "tandem where": WhereSettings,
     "tandem top": TopSettings,
     "tandem chat": ChatSettings,
     "tandem bench": BenchSettings,

@@ -8,12 +8,14 @@ from dataclasses import asdict
 
 from gateway.access.door import FrontDoor
 from gateway.edge.grpc_context import Context, authenticate
+from gateway.edge.pages import located
 from gateway.requests.lifecycle import Requests
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from protos import cluster_pb2, cluster_pb2_grpc
+from services.cluster.placements import PlacementStore
 from services.runtime import rpc
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.interceptor import caller_roles
@@ -44,11 +46,20 @@ _PREFILL_CHOICES: "Mapping[PrefillChoice, cluster_pb2.PrefillChoice.ValueType]" 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """Shows operators the cluster, and takes workers out of it."""
 
-    def __init__(self, requests: Requests, topology: Topology, *, door: FrontDoor, troubles: Troubles) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        topology: Topology,
+        *,
+        door: FrontDoor,
+        troubles: Troubles,
+        places: PlacementStore,
+    ) -> None:
         self._door = door
         self._troubles = troubles
         self._requests = requests
         self._topology = topology
+        self._places = places
 
     async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
         """Returns the topology now."""
@@ -86,6 +97,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         before, self._requests.prefill_choice = self._requests.prefill_choice, chosen
         logger.info("an operator chose where prompts are computed", extra={"who": who, "before": before, "now": chosen})
         return cluster_pb2.SetPrefillResponse(before=_PREFILL_CHOICES[before])
+
+    async def Locate(self, request: cluster_pb2.LocateRequest, context: Context) -> cluster_pb2.Location:
+        """Returns where a request is, whichever gateway takes care of it."""
+        self._check_operator(context)
+        placement = await located(self._places, request.request_id)
+        return cluster_pb2.Location(
+            state=placement.state,
+            attempt=placement.attempt,
+            gateway=placement.gateway,
+            prefill_worker=placement.prefill_worker,
+            decode_worker=placement.decode_worker,
+            began_unix_s=placement.began_unix_ns / 1e9,
+        )
 
     def _check_operator(self, context: Context) -> str:
         """Returns the caller's name for the log, or its tenant's.

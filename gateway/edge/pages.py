@@ -1,6 +1,7 @@
 """Pages over HTTP that generate nothing: models, probes, metrics, the cluster, and the dashboard's."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
+from services.cluster.placements import Placement, PlacementStore
 from services.cluster.redis_store import Store
 from services.runtime.errors import NotFound
 from services.runtime.identity import identity_fields
@@ -100,11 +102,27 @@ class ApiPages:
 class ClusterPage:
     """What /cluster shows: the workers, what is wrong with them, and what waits and runs."""
 
-    def __init__(self, requests: Requests, topology: Topology, *, store: Store, troubles: Troubles) -> None:
+    def __init__(
+        self, requests: Requests, topology: Topology, *, store: Store, troubles: Troubles, places: PlacementStore
+    ) -> None:
         self._requests = requests
         self._topology = topology
         self._store = store
         self._troubles = troubles
+        self._places = places
+
+    async def place(self, request_id: str) -> dict[str, Any]:
+        """Returns where a request is, as a JSON object. Raises NotFound or StoreUnavailable."""
+        placement = await located(self._places, request_id)
+        return {
+            "id": placement.request_id,
+            "state": placement.state,
+            "attempt": placement.attempt,
+            "gateway": placement.gateway,
+            "prefill_worker": placement.prefill_worker,
+            "decode_worker": placement.decode_worker,
+            "began_unix_s": placement.began_unix_ns / 1e9,
+        }
 
     def document(self) -> dict[str, Any]:
         """Returns the page as a JSON object."""
@@ -159,6 +177,7 @@ class OperatorPages:
             Route("/metrics", self._show_metrics),
             Route("/metrics/targets", self._list_targets),
             Route("/cluster", self._show_cluster),
+            Route("/cluster/requests/{name}", self._locate),
             *self._dashboard.routes(api_port=self._port, has_api=has_api),
         ]
 
@@ -179,6 +198,20 @@ class OperatorPages:
 
     async def _show_cluster(self, request: Request) -> Response:
         return json_response(self._cluster.document())
+
+    async def _locate(self, request: Request) -> Response:
+        return json_response(await self._cluster.place(request.path_params["name"]))
+
+
+async def located(placements: PlacementStore, request_id: str) -> Placement:
+    """Returns where a request is, by its id or by that of its answer. Raises NotFound or StoreUnavailable."""
+    name, placement = request_id[: MAX_NAME_CHARS + 1], None
+    for known in dict.fromkeys((name, re.sub("^(chat)?cmpl-", "", name))):
+        if placement is None and len(name) <= MAX_NAME_CHARS:
+            placement = await placements.get(known)
+    if placement is None:
+        raise NotFound(f"no request {name} runs, and none has ended within the last minute", code="request_not_found")
+    return placement
 
 
 def json_response(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.openai.answers import Exact
 from gateway.topology.troubles import Kind
+from services.cluster.placements import State
 from services.runtime.worker_state import WorkerState
 
 
@@ -316,6 +317,18 @@ class CutPair(Exact):
     state: Literal["suspected", "open", "half_open"]
     words: str
     for_s: float
+
+
+class RequestPlace(Exact):
+    """Where a request is, by the last word of any gateway. A worker is empty where none takes part, or not yet."""
+
+    id: str
+    state: State
+    attempt: int
+    gateway: str
+    prefill_worker: str
+    decode_worker: str
+    began_unix_s: float
 
 
 class RequestCounts(Exact):

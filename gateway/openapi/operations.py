@@ -420,6 +420,14 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET /cluster", "showCluster", "Workers and requests now.", answer=answers.ClusterState, needs_admin=True
     ),
     Operation(
+        "GET /cluster/requests/{name}",
+        "locateRequest",
+        "The workers that have a request, whichever gateway takes care of it; for a minute after its end.",
+        answer=answers.RequestPlace,
+        errors=(*EVERYWHERE, 404),
+        needs_admin=True,
+    ),
+    Operation(
         "GET /dashboard",
         "showDashboard",
         "The dashboard; its scripts and styles are beside it.",

@@ -281,7 +281,8 @@ class AnswerObserver:
         if attempt is not None:
             prefill, decode = attempt.facts.prefill_worker, attempt.facts.decode_worker
         number, began_unix_ns = request.attempt_number or 1, spec.arrived_unix_ns
-        placement = Placement(spec.request_id, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
+        name = placement_id(spec.request_id)
+        placement = Placement(name, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
         sinks.placements.post(placement)
 
 
@@ -321,6 +322,16 @@ class OpenAnswer(msgspec.Struct, frozen=True):
             attempts=trace.num_attempts,
             workers=" ".join(trace.workers),
         )
+
+
+def placement_id(worker_id: str) -> str:
+    """Returns the name of an answer's placement from its name towards workers, ID.NUMBER.CHOICE.
+
+    It is the request's id, with the number of the choice behind a slash, which no id has, if that is not the first.
+    """
+    rest, _, choice = worker_id.rpartition(".")
+    request_id = rest.rpartition(".")[0]
+    return request_id if choice == "0" else f"{request_id}/{choice}"
 
 
 def _outcome(error: BaseException | None) -> State:

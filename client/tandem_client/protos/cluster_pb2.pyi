@@ -536,6 +536,70 @@ class DrainResponse(_message.Message):
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
+class LocateRequest(_message.Message):
+    """Asks for a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class Location(_message.Message):
+    """Where a request is, by the last word of any gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    BEGAN_UNIX_S_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """queued, admitted, prefilling, transferring, decoding, finished, failed or cancelled."""
+    attempt: _builtins.int
+    """Number of the attempt, from 1."""
+    gateway: _builtins.str
+    """Incarnation of the gateway that takes care of it."""
+    prefill_worker: _builtins.str
+    """Id of the worker that computes its prompt. Empty: none is chosen yet, or the decode worker does."""
+    decode_worker: _builtins.str
+    """Id of the worker that generates its answer. Empty: none is chosen yet."""
+    began_unix_s: _builtins.float
+    """When it began, in seconds since 1970."""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        gateway: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        began_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "began_unix_s", b"began_unix_s", "decode_worker", b"decode_worker", "gateway", b"gateway", "prefill_worker", b"prefill_worker", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Location: _TypeAlias = Location  # noqa: Y015
+
+@_typing.final
 class SetPrefillRequest(_message.Message):
     """Chooses who computes prompts."""
 

@@ -46,9 +46,9 @@ def check(asked: FrontDoor, *, role: str | None = None, key: str | None = None) 
     shown = {} if role is None else {"x509_pem_cert": [b"..."], "peer_uri": [f"spiffe://tandem/{role}".encode()]}
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     context = SimpleNamespace(auth_context=lambda: shown, invocation_metadata=lambda: metadata)
-    ClusterService(cast(Any, None), cast(Any, None), door=asked, troubles=Troubles())._check_operator(
-        cast(Any, context)
-    )
+    nothing = cast(Any, None)
+    service = ClusterService(nothing, nothing, door=asked, troubles=Troubles(), places=nothing)
+    service._check_operator(cast(Any, context))
 
 
 def test_without_keys_and_ca_everybody_is_an_operator(files: TlsFiles) -> None:

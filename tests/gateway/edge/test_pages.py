@@ -2,10 +2,14 @@
 
 from types import SimpleNamespace
 
+import grpc
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gateway.edge.pages import scrape_targets
+from gateway.openapi.answers import RequestPlace
+from protos import cluster_pb2, cluster_pb2_grpc
 from services.runtime.version import version
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -43,6 +47,27 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert cluster["workers"][0]["pages"] == {"total": 100, "free": 100, "cached": 0, "reserved": 0, "used": 0}
     assert cluster["workers"][0]["speed"] == {"prefill": None, "decode": None}
     assert cluster["requests"] == {"queued": 0, "running": 0}
+
+
+async def test_a_request_is_found_wherever_it_is(make_system, pair_type, answer):
+    system = await make_system()
+    await system.add_pair(pair_type([*answer, 1]))
+    said = (await system.complete(max_tokens=3)).json()
+    await system.gateway._placements.flush()
+    found = await system.http.get(f"/cluster/requests/{said['id']}")
+    assert found.status_code == 200
+    told = found.json()
+    assert (told["id"], told["state"], told["attempt"]) == (said["id"].removeprefix("cmpl-"), "finished", 1)
+    assert (told["prefill_worker"], told["decode_worker"]) == ("prefill-0", "decode-0")
+    assert msgspec.convert(told, RequestPlace).gateway == system.gateway.incarnation
+    for name in ("nobody", "x" * 5000):
+        missing = await system.http.get(f"/cluster/requests/{name}")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "request_not_found"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        place = await stub.Locate(cluster_pb2.LocateRequest(request_id=said["id"]))
+    assert (place.state, place.attempt, place.decode_worker) == ("finished", 1, "decode-0")
 
 
 PLAIN = "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
