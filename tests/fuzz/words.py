@@ -65,7 +65,8 @@ ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Those whose errors are Anthropic's."""
 API_PATHS = (
-    *ANSWERING_PATHS, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/batches", "/v1/embeddings",
+    *ANSWERING_PATHS, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/chat/completions/input_tokens",
+    "/v1/batches", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank",
     "/tokenize", "/detokenize", "/apply-template",
 )  # fmt: skip
 BLOCKS: tuple[Any, ...] = (
@@ -83,14 +84,15 @@ PATHS = (
     "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/x", "/apply-template", "/version", "/tokenizer_info",
     "/tokenizer_info?x", "/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models",
     "/metrics/targets", "/dashboard/requests",
-    "/health", "/ready", "/metrics", "/cluster", "/docs", "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
+    "/health", "/ready", "/metrics", "/cluster", "/cluster/requests/x", "/docs",
+    "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
     "/v1/completions/", "/v1/completions?x=" + "y" * 2000, "/" + "a" * 9000, "/%ff%fe", "/v1/chat/completions#x", "*",
 )  # fmt: skip
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "FOO", "POST\t", "")
 METHODS_OF_GRPC = (
     "Generate", "Generate", "Generate", "GenerateUnary", "Chat", "Chat", "ChatUnary", "Resume", "Tokenize",
     "Detokenize", "ListModels", "Nothing", "Cluster/GetTopology", "Cluster/WatchTopology", "Cluster/Drain",
-    "Cluster/SetPrefill",
+    "Cluster/Locate", "Cluster/SetPrefill",
 )  # fmt: skip
 SCHEMAS = (
     '{"type": "object"}', '{"type": "object", "properties": {"a": {"type": "integer"}}}', "{}", "", "null", "1",

@@ -14,7 +14,7 @@ APART = (
     *("best_of", "min_tokens", "model", "response_format", "stop_token_ids", "tool_choice", "tools"),
     *("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict", "min_new_tokens", "repeat_penalty"),
     *("stop_sequences", "regex", "ebnf", "grammar", "json_schema", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "allowed_token_ids"),
     *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning", "verbosity"),
 )
 """Depend on the model, or on one another in more ways than are worth following here."""
@@ -39,6 +39,11 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["tokens"] = [token % 300 for token in body["tokens"]]
     if body.get("prompt") is not None and body.get("messages") is not None:
         del body["messages"]
+    # llama.cpp's names of prompt and add_special_tokens, which go with no other of these.
+    if body.keys() & {"prompt", "messages", "add_special_tokens"}:
+        body.pop("content", None)
+    if body.get("content") is None:
+        body.pop("add_special", None)
     if isinstance(body.get("messages"), list):
         body["messages"] = [{"role": "user", "content": "hi"}, *body["messages"][1:2]]
         body.pop("add_special_tokens", None)
