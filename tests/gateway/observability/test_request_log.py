@@ -84,7 +84,7 @@ async def test_an_answer_has_its_line(make_system, pair, answer, output):
     assert (line["answers"], line["prompt_tokens"], line["cached_tokens"]) == (1, 3, 0)
     assert line["generated_tokens"] == reply.json()["usage"]["completion_tokens"]
     assert (line["attempts"], line["workers"]) == (1, ["prefill-0", "decode-0"])
-    assert line["decode_ms"] > line["queue_ms"]
+    assert line["decode_ms"] > 0
 
 
 @pytest.mark.parametrize(

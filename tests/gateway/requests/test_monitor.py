@@ -1,9 +1,12 @@
 """A worker kept from work is named with the cause, and tried by the gateway: no client's request is spent on that."""
 
 import asyncio
+import contextlib
+import gc
 
 import pytest
 
+from gateway.requests.attempt import Attempt
 from protos import worker_pb2
 from services.runtime.errors import InternalError
 
@@ -24,6 +27,23 @@ async def circuits(system):
 
 async def until_circuit(system, worker_id, *states):
     await system.until(lambda: system.gateway.metrics.circuit(worker_id) in states, timeout_s=25)
+
+
+@contextlib.contextmanager
+def collecting_nothing():
+    """Gives a list that has what only the garbage collector could free, when it is left."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    garbage = []
+    try:
+        yield garbage
+        gc.collect()
+        garbage += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 @pytest.fixture
@@ -64,7 +84,10 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     # While the worker fails, only trials find that out.
     worker = system.workers[bad]
     num_clients = sum(not is_trial(attempt) for attempt in worker.attempts)
-    await system.until(lambda: sum(map(is_trial, worker.attempts)) >= 2)
+    with collecting_nothing() as garbage:
+        await system.until(lambda: sum(map(is_trial, worker.attempts)) >= 2)
+        await asyncio.sleep(0.05)  # The trial's task has ended.
+    assert not [one for one in garbage if isinstance(one, Attempt)], "a failed trial waits for the collector"
     assert (await circuits(system))[bad] is not None
     for _ in range(4):
         assert (await system.complete(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
