@@ -137,7 +137,7 @@ def _handoff_ms(endpoint: Endpoint, metrics: str, name: str, number: int) -> flo
         answer = uvloop.run(endpoint.ask(prompt, HANDOFF_ANSWER_TOKENS))
         if answer.failure:
             raise RuntimeError(f"a request failed: {answer.failure}")
-        _wait_until(lambda count=index: _sum_of(metrics, f"{name}_count") > count)  # type: ignore[misc]
+        _wait_until(lambda count=index: _sum_of(metrics, f"{name}_count") > count)  # type: ignore[misc]  # a default binds the count of this turn
         after_s = _sum_of(metrics, f"{name}_sum")
         taken_ms.append(1e3 * (after_s - before_s))
         before_s = after_s

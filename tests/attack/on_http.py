@@ -216,7 +216,7 @@ async def _beyond_a_full_share(target: Target, key: bytes, size: int) -> list[Ro
             reader, writer = await stack.enter_async_context(_caller(target))
             writer.write(head + body[:-1])
             refused = asyncio.ensure_future(reader.read(1))
-            while not refused.done() and await _held_bytes(http) < (num_held + 1) * (size - 1):  # noqa: ASYNC110
+            while not refused.done() and await _held_bytes(http) < (num_held + 1) * (size - 1):  # noqa: ASYNC110 - nor that
                 await asyncio.sleep(0.02)
             if refused.done():
                 break

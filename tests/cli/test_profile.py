@@ -29,7 +29,7 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
             yield {"choices": [], "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new}}
             yield b"data: [DONE]\n\n"
 
-        return pieces()  # type: ignore[no-any-return]
+        return pieces()  # type: ignore[no-any-return]  # the fake stands for an untyped iterator
 
     worker = {"role": "decode", "model": "m", "kv_bytes_per_token": 100, "page_tokens": 16, "max_running": 4}
     api.routes["GET /v1/models"] = (200, {"data": [{"id": "m"}]})
