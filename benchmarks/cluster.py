@@ -55,6 +55,11 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=120) as response:
             return msgspec.json.decode(response.read())
 
+    def decode_pid(self, request_id: str) -> int:
+        """Returns the process of the worker that generates a request's answer, or did within the last minute."""
+        worker_id = self.get(f"/cluster/requests/{request_id}")["decode_worker"]
+        return next(int(worker["pid"]) for worker in self.get("/cluster")["workers"] if worker["id"] == worker_id)
+
     @contextlib.asynccontextmanager
     async def inference(self) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
         """A stub of the Inference service on a channel of its own."""

@@ -103,8 +103,7 @@ class Gateway:
         self._config = config
         self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
-        self._places = PlacementStore(self._store)
-        self._placements = PlacementWriter(self._places)
+        self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         # A connection of its own: an answer that is large and late must not keep others from asking.
         self._page_store = Store(config.redis, cluster=config.cluster)
@@ -239,7 +238,7 @@ class Gateway:
         return OperatorPages(
             metrics=self.metrics,
             topology=self.topology,
-            cluster=ClusterPage(*known, store=store, troubles=self.troubles, places=self._places),
+            cluster=ClusterPage(*known, store=store, troubles=self.troubles, placements=self._placements),
             dashboard=Dashboard(self._feed, self.requests.log.history),
             is_ready=self.is_ready,
             port=lambda: self.http_port,
@@ -281,10 +280,11 @@ class Gateway:
             ),
             max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, num_files // GRPC_PART),
         )
+        known = self.requests, self.topology
         register(
             server,
             InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
-            ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles, places=self._places),
+            ClusterService(*known, door=self.door, troubles=self.troubles, placements=self._placements),
         )
         return server
 

@@ -15,7 +15,7 @@ from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from protos import cluster_pb2, cluster_pb2_grpc
-from services.cluster.placements import PlacementStore
+from services.cluster.placements import PlacementWriter
 from services.runtime import rpc
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.interceptor import caller_roles
@@ -53,13 +53,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         *,
         door: FrontDoor,
         troubles: Troubles,
-        places: PlacementStore,
+        placements: PlacementWriter,
     ) -> None:
         self._door = door
         self._troubles = troubles
         self._requests = requests
         self._topology = topology
-        self._places = places
+        self._placements = placements
 
     async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
         """Returns the topology now."""
@@ -101,7 +101,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Locate(self, request: cluster_pb2.LocateRequest, context: Context) -> cluster_pb2.Location:
         """Returns where a request is, whichever gateway takes care of it."""
         self._check_operator(context)
-        placement = await located(self._places, request.request_id)
+        placement = await located(self._placements, request.request_id)
         return cluster_pb2.Location(
             state=placement.state,
             attempt=placement.attempt,

@@ -25,7 +25,7 @@ from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
-from services.cluster.placements import Placement, PlacementStore
+from services.cluster.placements import Placement, PlacementWriter
 from services.cluster.redis_store import Store
 from services.runtime.errors import NotFound
 from services.runtime.identity import identity_fields
@@ -103,17 +103,17 @@ class ClusterPage:
     """What /cluster shows: the workers, what is wrong with them, and what waits and runs."""
 
     def __init__(
-        self, requests: Requests, topology: Topology, *, store: Store, troubles: Troubles, places: PlacementStore
+        self, requests: Requests, topology: Topology, *, store: Store, troubles: Troubles, placements: PlacementWriter
     ) -> None:
         self._requests = requests
         self._topology = topology
         self._store = store
         self._troubles = troubles
-        self._places = places
+        self._placements = placements
 
     async def place(self, request_id: str) -> dict[str, Any]:
         """Returns where a request is, as a JSON object. Raises NotFound or StoreUnavailable."""
-        placement = await located(self._places, request_id)
+        placement = await located(self._placements, request_id)
         return {
             "id": placement.request_id,
             "state": placement.state,
@@ -203,12 +203,12 @@ class OperatorPages:
         return json_response(await self._cluster.place(request.path_params["name"]))
 
 
-async def located(placements: PlacementStore, request_id: str) -> Placement:
+async def located(placements: PlacementWriter, request_id: str) -> Placement:
     """Returns where a request is, by its id or by that of its answer. Raises NotFound or StoreUnavailable."""
     name, placement = request_id[: MAX_NAME_CHARS + 1], None
     for known in dict.fromkeys((name, re.sub("^(chat)?cmpl-", "", name))):
         if placement is None and len(name) <= MAX_NAME_CHARS:
-            placement = await placements.get(known)
+            placement = await placements.find(known)
     if placement is None:
         raise NotFound(f"no request {name} runs, and none has ended within the last minute", code="request_not_found")
     return placement

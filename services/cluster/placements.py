@@ -6,6 +6,7 @@ nothing is always taken. Knows neither how a request is routed nor what its toke
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -135,8 +136,11 @@ class PlacementStore:
         return [number - 1 for number in await self._store.run(_MOVE, keys, args)]
 
     async def get(self, request_id: str) -> Placement | None:
-        """The placement of a request; None: unknown, ended a while ago, or not readable (which is counted)."""
-        answer = await self._store.run(_GET, (self._store.keys.request(request_id),), (MAX_TEXT_BYTES,))
+        """The placement of a request; None: unknown, ended a while ago, or not readable (which is counted).
+
+        Asks patiently, because it is a person that waits for the answer.
+        """
+        answer = await self._store.run_patiently(_GET, (self._store.keys.request(request_id),), (MAX_TEXT_BYTES,))
         if not answer:
             return None
         placement = _parse(request_id, answer)
@@ -148,9 +152,9 @@ class PlacementStore:
 class PlacementWriter:
     """Writes placements behind the requests' back: `post` costs about a microsecond and never waits.
 
-    Only the latest placement of a request waits to be written. Without Redis they wait in memory, at most
-    `max_pending` of them; what does not fit is dropped and counted, because Redis holds hints only. `on_fenced` is
-    called on the loop for a write that lost against a newer attempt or another owner.
+    Only the latest placement of a request waits to be written, and it waits until Redis has it. Without Redis they wait
+    in memory, at most `max_pending` of them; what does not fit is dropped and counted, because Redis holds hints only.
+    `on_fenced` is called on the loop for a write that lost against a newer attempt or another owner.
     """
 
     def __init__(
@@ -200,6 +204,13 @@ class PlacementWriter:
             return
         self._pending[placement.request_id] = placement
 
+    async def find(self, request_id: str) -> Placement | None:
+        """The placement of a request: the one that waits to be written, or what Redis holds. None: neither.
+
+        Raises StoreUnavailable.
+        """
+        return self._pending.get(request_id) or await self._store.get(request_id)
+
     async def flush(self) -> None:
         """Writes all that waits now, and waits for what is being written.
 
@@ -240,12 +251,11 @@ class PlacementWriter:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _write_batch(self) -> None:
-        taken = [self._pending.pop(request_id) for request_id in list(self._pending)[:MAX_BATCH]]
-        try:
-            fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
-        except BaseException:
-            self._put_back(taken)
-            raise
+        taken = list(itertools.islice(self._pending.values(), MAX_BATCH))
+        fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
+        for placement in taken:
+            if self._pending[placement.request_id] is placement:  # or something later has been posted since
+                del self._pending[placement.request_id]
         self.num_written += len(taken) - len(fenced)
         for index in fenced:
             self._fenced(taken[index])
@@ -261,13 +271,6 @@ class PlacementWriter:
         self._ended.append((now_s, num_ended))
         self._num_ended += num_ended
         return TERMINAL_TTL_S
-
-    def _put_back(self, taken: Sequence[Placement]) -> None:
-        """Has what was not written wait again, unless something later has been posted since."""
-        self._pending = {placement.request_id: placement for placement in taken} | self._pending
-        while len(self._pending) > self._max_pending:
-            self._pending.popitem()
-            self.num_dropped += 1
 
     def _fenced(self, placement: Placement) -> None:
         self.num_fenced += 1

@@ -134,7 +134,6 @@ TABLE: dict[type[BaseException], StatusRow] = {
         "server_error",
         "store_unavailable",
         worker_pb2.ERROR_CODE_INTERNAL,
-        is_public=False,
         is_retryable=True,
     ),
     errors.TransferFailed: StatusRow(

@@ -47,7 +47,7 @@ def check(asked: FrontDoor, *, role: str | None = None, key: str | None = None) 
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     context = SimpleNamespace(auth_context=lambda: shown, invocation_metadata=lambda: metadata)
     nothing = cast(Any, None)
-    service = ClusterService(nothing, nothing, door=asked, troubles=Troubles(), places=nothing)
+    service = ClusterService(nothing, nothing, door=asked, troubles=Troubles(), placements=nothing)
     service._check_operator(cast(Any, context))
 
 

@@ -53,7 +53,6 @@ async def test_a_request_is_found_wherever_it_is(make_system, pair_type, answer)
     system = await make_system()
     await system.add_pair(pair_type([*answer, 1]))
     said = (await system.complete(max_tokens=3)).json()
-    await system.gateway._placements.flush()
     found = await system.http.get(f"/cluster/requests/{said['id']}")
     assert found.status_code == 200
     told = found.json()

@@ -109,8 +109,7 @@ async def test_the_same_as_one_process_also_when_a_worker_is_killed(
                 received[n] += response.token_ids
                 if len(received[n]) > 3:
                     break
-        victim = await decode_pid(cluster)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(await asyncio.to_thread(cluster.decode_pid, response.request_id), signal.SIGKILL)
 
         async def rest(n: int) -> None:
             async for response in streams[n]:
@@ -121,15 +120,6 @@ async def test_the_same_as_one_process_also_when_a_worker_is_killed(
         await asyncio.gather(*(rest(n) for n in range(len(streams))))
     assert received == expected
     await asyncio.to_thread(wait_until_idle, cluster)
-
-
-async def decode_pid(cluster: Cluster) -> int:
-    """The process of a decode worker that is generating."""
-    async with asyncio.timeout(10):
-        while True:
-            for worker in (await asyncio.to_thread(cluster.get, "/cluster"))["workers"]:
-                if worker["role"] == "decode" and worker["running"]:
-                    return int(worker["pid"])
 
 
 def test_chat_over_http(cluster: Cluster, wait_until_idle: Any) -> None:

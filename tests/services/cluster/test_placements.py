@@ -295,6 +295,28 @@ async def test_the_writer_writes_the_latest_state(writer: PlacementWriter, place
     assert writer.num_written == 2
 
 
+async def test_what_redis_does_not_have_yet_is_found(placements: PlacementStore, redis_server: EmbeddedRedis) -> None:
+    writer = PlacementWriter(placements)
+    assert await writer.find("r1") is None
+    waiting, later = placement("r1", State.ADMITTED), placement("r1", State.PREFILLING)
+    writer.post(waiting)
+    assert await writer.find("r1") == waiting
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    writing = asyncio.create_task(writer.flush())
+    await asyncio.sleep(0)
+    assert await writer.find("r1") == waiting
+    writer.post(later)
+    assert await writer.find("r1") == later
+    with pytest.raises(StoreUnavailable):
+        await writing
+    assert await writer.find("r1") == later
+    with pytest.raises(StoreUnavailable):
+        await writer.find("r2")
+    os.kill(redis_server.pid, signal.SIGCONT)
+    await writer.close()
+    assert (writer.num_pending, await placements.get("r1"), await writer.find("r1")) == (0, later, later)
+
+
 async def test_a_lost_race_is_reported(placements: PlacementStore) -> None:
     fenced: list[Placement] = []
     writer = PlacementWriter(placements, on_fenced=fenced.append)
