@@ -6,22 +6,17 @@ complete, so answers and refusals keep the order of requests. Knows no route, an
 
 import asyncio
 import urllib.parse
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import (
-    HEADER_VALUE_RE,
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.connections import EXTENSION, Connection, Connections
-from gateway.http.reading_turns import Flow
+from gateway.http.cycle import Cycle
+from gateway.http.reading_turns import Flow, Read
 from gateway.http.refusals import (
     LARGE_HEAD,
     MANY_CONNECTIONS,
@@ -40,6 +35,10 @@ MAX_FRAMING_BYTES = 16 * 1024
 """The most for sizes and extensions of chunks, and trailers, of one body, beyond what its chunks may need."""
 FRAMING_BYTES_PER_BODY_BYTE = 8
 """The overhead that chunks may need: one of one byte has five bytes around it."""
+MAX_FED_BYTES = 16 * 1024
+"""The most of a body in chunks that httptools has at a time: it calls us for each chunk."""
+MAX_PARTS = 2000
+"""The most parts of a body that are parsed in one turn, such as chunks of a byte each: about a millisecond."""
 MAX_LATER_BYTES = 256 * 1024
 """The most for requests that a client sends before the answer to an earlier one is complete: about one read."""
 HEAD_TIMEOUT_S = 30.0
@@ -51,7 +50,6 @@ RETRY_AFTER_S = 1
 
 _HEAD_END = b"\r\n\r\n"
 _CHUNKS_END = b"\r\n0\r\n\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 """Methods of which no route reads a body: what comes is dropped."""
 
@@ -63,7 +61,7 @@ class _RefusedError(Exception):
 class HttpProtocol(HttpToolsProtocol):
     """httptools itself reads a head, trailers and whatever is between chunks without any bound."""
 
-    cycle: "_Cycle"
+    cycle: Cycle
     flow: Flow
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
@@ -80,6 +78,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_left_bytes = -1
         """What is left of a body whose length was told; -1: it comes in chunks."""
         self._num_body_bytes = 0
+        self._num_parts = 0
+        """Parts of the body that this turn has parsed."""
         self._framing_room_bytes = 0
         self._later = b""
         self._is_deaf = False
@@ -91,7 +91,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Takes a new connection, from which the head of its first request is expected."""
         super().connection_made(transport)
-        self.flow = Flow(transport)
+        self.flow = Flow(transport, on_turn=self._go_on)
         if self._all.enter(self):
             self._expect_head()
         else:
@@ -106,6 +106,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._drop_later()
         self._all.leave(self)
         self._all.turns.leave(self.flow)
+        self.flow.on_turn = None
         self._connection.lose()
         if self.cycle is not None:
             self._drop_body(self.cycle)
@@ -120,23 +121,34 @@ class HttpProtocol(HttpToolsProtocol):
         """Takes bytes of a client, and parses them if it is their turn."""
         self._unset_keepalive_if_required()
         if self._is_deaf:
-            self._all.turns.note_read(self.flow, len(data), is_wanted=False)
+            self._all.turns.note_read(self.flow, Read(len(data)), is_wanted=False)
             return
         if self._later:
             self._put_off(data)
+            self.flow.pause_reading()
         else:
             self._take(data)
 
+    def _go_on(self) -> None:
+        """Parses what waited for this turn, and not for an answer."""
+        if self._later and not self._is_answer_owed():
+            self._take(self._drop_later())
+
     def _take(self, data: bytes) -> None:
-        """Parses up to the end of a message whose answer is owed; the rest waits."""
-        start, size = 0, len(data)
+        """Parses up to the end of a message whose answer is owed, or of what one turn may have; the rest waits."""
+        start, size, self._num_parts = 0, len(data), 0
         try:
             while start < size and not self._is_deaf:
                 if self._is_answer_owed():
                     self._put_off(data[start:])
+                    self.flow.pause_reading()
                     return
+                if self._num_parts > MAX_PARTS and self._is_in_message:
+                    self._put_off(data[start:])
+                    break
                 end = self._end_of_piece(data, start)
                 self._feed(data if end - start == size else data[start:end])
+                self._num_parts += 1
                 start = end
         except (httptools.HttpParserError, _RefusedError):
             self._refuse(self._refusal)
@@ -145,8 +157,8 @@ class HttpProtocol(HttpToolsProtocol):
             if not self.cycle.is_wanted and not self.cycle.response_complete:
                 # The door is asked first. What was read with the head is all that is held until then.
                 self.flow.pause_reading()
-            is_wanted, num_left = not self.cycle.response_started, self._body_left_bytes
-            self._all.turns.note_read(self.flow, size, is_wanted=is_wanted, num_left=num_left)
+            read = Read(start, self._num_parts, num_left=self._body_left_bytes, is_cut=start < size)
+            self._all.turns.note_read(self.flow, read, is_wanted=not self.cycle.response_started)
         elif not self._is_answer_owed():
             self._expect_head()
 
@@ -163,18 +175,18 @@ class HttpProtocol(HttpToolsProtocol):
                 raise self._refused(LARGE_HEAD)
             return end
         if self._body_left_bytes < 0:
-            return self._end_after(_CHUNKS_END, data, start)
+            return self._end_after(_CHUNKS_END, data, start, max_bytes=MAX_FED_BYTES)
         return min(len(data), start + self._body_left_bytes)
 
-    def _end_after(self, mark: bytes, data: bytes, start: int) -> int:
-        """Returns the end of the next mark, which may have begun in bytes before these; or of the data."""
-        keep = len(mark) - 1
+    def _end_after(self, mark: bytes, data: bytes, start: int, *, max_bytes: int = MAX_LATER_BYTES) -> int:
+        """Returns the end of the next mark, which may have begun in bytes before these; or of the first `max_bytes`."""
+        keep, stop = len(mark) - 1, min(len(data), start + max_bytes)
         found = (self._tail + data[start : start + keep]).find(mark) if self._tail else -1
         if found >= 0:
             end = start + found + len(mark) - len(self._tail)
         else:
-            found = data.find(mark, start)
-            end = found + len(mark) if found >= 0 else len(data)
+            found = data.find(mark, start, stop)
+            end = found + len(mark) if found >= 0 else stop
         self._tail = (self._tail + data[max(start, end - keep) : end])[-keep:]
         return end
 
@@ -262,7 +274,7 @@ class HttpProtocol(HttpToolsProtocol):
         path = url.path.decode("ascii")
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
         scope["query_string"] = url.query or b""
-        self.cycle = _Cycle(
+        self.cycle = Cycle(
             scope=scope,
             transport=self.transport,
             flow=self.flow,
@@ -285,6 +297,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Takes a piece of a body from httptools."""
         num_bytes = len(body)
         self._num_body_bytes += num_bytes
+        self._num_parts += 1
         if self._body_left_bytes > 0:
             self._body_left_bytes -= num_bytes
         cycle = self.cycle
@@ -331,7 +344,6 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _put_off(self, data: bytes) -> None:
         """Keeps what was sent before its turn. Where that is too much, the connection ends with the present answer."""
-        self.flow.pause_reading()
         if len(self._later) + len(data) > MAX_LATER_BYTES or not self._all.later.take(len(data)):
             self._end_with_answer()
         else:
@@ -342,7 +354,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._all.later.give(len(later))
         return later
 
-    def _drop_body(self, cycle: "_Cycle") -> None:
+    def _drop_body(self, cycle: Cycle) -> None:
         """Drops what has arrived of a body that will not be asked for."""
         self._all.unread.give(len(cycle.body))
         cycle.body = bytearray()
@@ -413,86 +425,3 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
-
-
-class _Cycle(RequestResponseCycle):
-    """A request whose body counts until its application has asked for it, and whose answer takes few writes."""
-
-    unread: Any
-    is_wanted = False
-    """Whether the application has asked for the body."""
-    has_length = True
-    """Whether the client knows where the body ends before the connection does."""
-    _head = b""
-    """The head of the answer until it is sent with the first piece of the body: two writes are two packets."""
-
-    async def send(self, message: Any) -> None:
-        """Sends as uvicorn's does, but for the head, which waits for the first piece of the body."""
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.disconnected:
-            return
-        if not self.response_started:
-            self._head = self._begin(message["status"], list(message.get("headers", ())))
-            return
-        if self.response_complete:
-            raise RuntimeError("the answer is complete")
-        head, self._head = self._head, b""
-        body, more_body = message.get("body", b""), message.get("more_body", False)
-        if self.scope["method"] == "HEAD":
-            body, self.expected_content_length = b"", 0
-        elif self.chunked_encoding:
-            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more_body else _LAST_CHUNK)
-        elif self.has_length:
-            self.expected_content_length -= len(body)
-            if self.expected_content_length < 0 or (self.expected_content_length and not more_body):
-                raise RuntimeError("the body of the answer has another length than its head says")
-        self.transport.write(head + body)
-        if not more_body:
-            self.response_complete = True
-            self.message_event.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
-
-    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the head of the answer. Raises RuntimeError for a value that would end its line."""
-        self.response_started = True
-        self.waiting_for_100_continue = False
-        parts, closes = [STATUS_LINE[status]], False
-        if HEADER_VALUE_RE.search(b" ".join([value for _, value in headers])):
-            raise RuntimeError("a header of the answer has a value that no header may have")
-        for name, value in headers:
-            if name == b"content-length":
-                self.expected_content_length, self.chunked_encoding = int(value), False
-            elif name == b"connection" and value == b"close":
-                self.keep_alive, closes = False, True
-            parts += (name, b": ", value, b"\r\n")
-        if not (self.keep_alive or closes):
-            parts.append(b"connection: close\r\n")
-        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
-            # HTTP/1.0 has no chunks: there the end of the connection is the end of the body.
-            self.chunked_encoding = self.scope["http_version"] != "1.0"
-            self.has_length = self.chunked_encoding
-            if self.chunked_encoding:
-                parts.append(b"transfer-encoding: chunked\r\n")
-        parts.append(b"\r\n")
-        return b"".join(parts)
-
-    async def receive(self) -> Any:
-        """Receives as uvicorn's does, but reads only a body: what comes after it has to wait for the answer."""
-        self.is_wanted = True
-        if self.waiting_for_100_continue and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.waiting_for_100_continue = False
-        if not self.disconnected and not self.response_complete:
-            if self.more_body:
-                self.flow.resume_reading()
-            await self.message_event.wait()
-            self.message_event.clear()
-        if self.disconnected or self.response_complete:
-            return {"type": "http.disconnect"}
-        body = bytes(self.body)
-        self.unread.give(len(body))
-        self.body = bytearray()
-        return {"type": "http.request", "body": body, "more_body": self.more_body}

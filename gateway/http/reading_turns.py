@@ -7,6 +7,8 @@ such bodies have every second turn. Knows no HTTP.
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -16,19 +18,35 @@ BURST_S = 0.05
 """As much as the rate gives in this time may come at once after a pause."""
 MIN_READ_BYTES = 4 * 1024
 """The least that a read counts: a byte costs the loop nearly as much."""
+BYTES_PER_PART = 256
+"""What a part of a body counts, such as a chunk of one byte: parsing it takes the loop half a microsecond and more."""
 TURN_S = 1e-3
 """The least time between two turns, so that what was read in the first is known before the second."""
-
-
 SMALL_BYTES = 64 * 1024
 """What may be left of a body that has every second turn."""
 
 
-class Flow(FlowControl):
-    """Reads where its protocol wishes it and it has its turn."""
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A part of a body that a connection has read."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    num_bytes: int
+    num_parts: int = 0
+    num_left: int = -1
+    """Bytes that are still to come; -1: an unknown number."""
+    is_cut: bool = False
+    """Whether more has been read already and waits for a turn to be parsed."""
+
+
+class Flow(FlowControl):
+    """Reads where its protocol wishes it and it has its turn.
+
+    `on_turn` is called when a turn begins, before more is read; it may lose the turn again.
+    """
+
+    def __init__(self, transport: asyncio.Transport, *, on_turn: Callable[[], None] | None = None) -> None:
         super().__init__(transport)
+        self.on_turn = on_turn
         self._is_wished = True
         self._has_turn = True
 
@@ -51,7 +69,9 @@ class Flow(FlowControl):
     def gain_turn(self) -> None:
         """Lets the reader continue if the protocol wishes it."""
         self._has_turn = True
-        if self._is_wished:
+        if self.on_turn is not None:
+            self.on_turn()
+        if self._is_wished and self._has_turn:
             super().resume_reading()
 
 
@@ -69,14 +89,14 @@ class ReadingTurns:
         """Whether the last turn was for one of `_small`."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note_read(self, flow: Flow, num_bytes: int, *, is_wanted: bool, num_left: int = -1) -> None:
-        """A connection has read a part of a body, and more is to come: `num_left` bytes, -1: an unknown number."""
+    def note_read(self, flow: Flow, read: Read, *, is_wanted: bool) -> None:
+        """A connection has read a part of a body, and more is to come."""
         now_s = asyncio.get_running_loop().time()
-        cost_s = max(num_bytes, MIN_READ_BYTES) / self._bytes_per_s
+        cost_s = max(read.num_bytes, read.num_parts * BYTES_PER_PART, MIN_READ_BYTES) / self._bytes_per_s
         self._paid_until_s = max(self._paid_until_s, now_s - BURST_S) + cost_s
-        if self._paid_until_s > now_s:
+        if self._paid_until_s > now_s or read.is_cut:
             flow.lose_turn()
-            is_small = 0 <= num_left <= SMALL_BYTES
+            is_small = 0 <= read.num_left <= SMALL_BYTES
             (self._dropped if not is_wanted else self._small if is_small else self._wanted)[flow] = None
             self._set_timer()
 

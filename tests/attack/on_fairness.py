@@ -21,19 +21,17 @@ import httpx
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.attack.base import ADMIN, ATTACKER, REPOSITORY, VICTIM, Row, Target, attack
+from tests.attack.posting import NONCE, Posting
 
 MOST_RATIO = 1.5
 NUM_ROUNDS, SIDE_S = 5, 5.0
-WARM_UP_S = 0.7
+WARM_UP_S = 1.5
 """What begins this soon after the attacker's load has begun is not counted."""
 NUM_VICTIMS = 3
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 32
-RETRY_S = 0.05
 QUIET_S = 20.0
 """Most time until nothing of the attacker's runs."""
 MIB = 2**20
-
-NONCE = "a name of each request's own"
 
 Load = Callable[[Target], Awaitable[None]]
 """What the attacker does until it is cancelled."""
@@ -173,38 +171,23 @@ def _form(schema: Any) -> dict[str, Any]:
 def _posting(
     path: str, *bodies: dict[str, Any], num_clients: int = 1, is_named: bool = False, is_new: bool = False
 ) -> Load:
-    """The attacker sends each request again and again. `is_new`: with a prompt of which no page is cached."""
-
-    async def post(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        while True:
-            if is_named:
-                headers["x-request-id"] = f"fair-{random.getrandbits(64):x}"
-            data = content.replace(NONCE.encode(), f"{random.getrandbits(64):x}".encode())
-            if is_new:
-                data = json.dumps(body | {"cache_salt": f"{random.getrandbits(64):x}"}).encode()
-            with contextlib.suppress(httpx.HTTPError):
-                async with http.stream("POST", path, content=data, headers=headers) as answer:
-                    async for _ in answer.aiter_raw():
-                        pass  # Read, but not made objects: that would delay the victim, which is in this process.
-                if answer.status_code == 200:
-                    continue
-            await asyncio.sleep(RETRY_S)
-
-    async def load(target: Target) -> None:
-        async with target.client(ATTACKER) as http:
-            await asyncio.gather(*(post(http, body) for body in bodies for _ in range(num_clients)))
-
-    return load
+    posting = Posting(path, bodies, num_clients, is_named, is_new)
+    return lambda target: _program("tests.attack.posting", given=posting.document(target))
 
 
-async def _holding_bodies(target: Target) -> None:
+def _holding_bodies(target: Target) -> Awaitable[None]:
     host, port = target.address
-    command = (sys.executable, "-m", "tests.attack.bodies", host, str(port), "40", "8")
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, cwd=REPOSITORY)
+    given = f"{target.keys.get(ATTACKER, '')}\n".encode()
+    return _program("tests.attack.bodies", host, str(port), "40", "8", given=given)
+
+
+async def _program(module: str, *arguments: str, given: bytes) -> None:
+    """Runs a program of the attacker's until it is cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments, stdin=asyncio.subprocess.PIPE, cwd=REPOSITORY
+    )
     try:
-        await process.communicate(f"{target.keys.get(ATTACKER, '')}\n".encode())
+        await process.communicate(given)
     finally:
         process.kill()
         await process.wait()

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.access.keys import digest_of_key, new_key
 from gateway.http import protocol as http_protocol
-from gateway.http.protocol import MAX_FRAMING_BYTES, HttpProtocol
+from gateway.http.protocol import MAX_FED_BYTES, MAX_FRAMING_BYTES, MAX_PARTS, HttpProtocol
 from gateway.http.reading_turns import SMALL_BYTES
 from gateway.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
 
@@ -259,6 +259,34 @@ async def test_long_bodies_wait_for_their_turn_and_whole_requests_do_not(system)
     await system.until(lambda: not turns._wanted and not turns._dropped)
 
 
+@pytest.mark.parametrize("chunk", [b" " * 60_000, b" ", b"\r\n0\r\n\r\n" * 9000], ids=["large", "of a byte", "of ends"])
+async def test_a_body_of_many_parts_is_parsed_in_turns_and_arrives_whole(system, monkeypatch, chunk):
+    """Each turn parses so much and no more; the answer and that of the next request come as for any other body."""
+    parts_of_turns, bodies = [], []
+    take, on_body = HttpProtocol._take, HttpProtocol.on_body
+
+    def noted_take(self, data):
+        take(self, data)
+        parts_of_turns.append(self._num_parts)
+
+    def noted_body(self, body):
+        on_body(self, body)
+        bodies.append(bytes(body))
+
+    monkeypatch.setattr(HttpProtocol, "_take", noted_take)
+    monkeypatch.setattr(HttpProtocol, "on_body", noted_body)
+    chunks = [chunk] * (200_000 // len(chunk))
+    framed = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in [*chunks, BODY])
+    async with Caller(system) as caller:
+        caller.send(CHUNKED + framed + b"0\r\n\r\n" + PROBE)
+        status, _, _ = await caller.answer()
+        assert b"".join(bodies) == b"".join(chunks) + BODY
+        assert status == (400 if chunk.strip(b" ") else 200)
+        assert (await caller.answer())[0] == 200
+    assert max(parts_of_turns) <= MAX_PARTS + MAX_FED_BYTES // len(b"1\r\n \r\n") + 1
+    assert (len(parts_of_turns) > 5) is (len(framed) // len(chunk) > MAX_PARTS or b"0" in chunk)
+
+
 async def test_the_body_of_a_request_that_has_none_is_dropped(system):
     async with Caller(system) as caller:
         caller.send(
@@ -356,21 +384,6 @@ async def test_where_all_connections_are_busy_a_new_one_is_refused(system):
         busy.send(WHOLE[-1:])
         assert (await busy.answer())[0] == 200
     assert connections.num_refused == 1
-
-
-# --- other versions of HTTP -------------------------------------------------------------------------------------------
-
-
-async def test_http_1_0_gets_a_stream_without_chunks(system):
-    body = b'{"prompt": "a", "stream": true}'
-    head = b"POST /v1/completions HTTP/1.0\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
-    async with Caller(system) as caller:
-        caller.send(head + body)
-        head, _, events = (await caller.rest()).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head
-    assert b"connection: close" in head
-    assert events.startswith(b"data: {")
-    assert events.endswith(b"data: [DONE]\n\n")
 
 
 async def test_another_version_is_refused(system):

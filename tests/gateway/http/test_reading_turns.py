@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http import reading_turns
-from gateway.http.reading_turns import BURST_S, MIN_READ_BYTES, SMALL_BYTES, Flow, ReadingTurns
+from gateway.http.reading_turns import BURST_S, BYTES_PER_PART, MIN_READ_BYTES, SMALL_BYTES, Flow, Read, ReadingTurns
 
 RATE = 2**20
 PIECE = 256 * 1024
@@ -25,6 +25,7 @@ class Time:
 
     def call_at(self, at_s, run):
         heapq.heappush(self._timers, (at_s, id(run), run))
+        return run
 
     def pass_by(self, until_s, then):
         while self._timers and self._timers[0][0] <= until_s:
@@ -37,7 +38,8 @@ class Time:
 class Sender:
     """A connection whose client always has more to send."""
 
-    def __init__(self, turns, *, is_wanted=True, piece_bytes=PIECE, num_left=-1):
+    def __init__(self, turns, *, is_wanted=True, piece_bytes=PIECE, num_left=-1, num_parts=1):
+        self.num_parts = num_parts
         self.turns, self.is_wanted, self.piece_bytes, self.num_left = turns, is_wanted, piece_bytes, num_left
         self.num_bytes, self.is_reading = 0, True
         switch = SimpleNamespace(pause_reading=lambda: self.set(False), resume_reading=lambda: self.set(True))
@@ -49,7 +51,8 @@ class Sender:
     def read(self):
         if self.is_reading:
             self.num_bytes += self.piece_bytes
-            self.turns.note_read(self.flow, self.piece_bytes, is_wanted=self.is_wanted, num_left=self.num_left)
+            read = Read(self.piece_bytes, self.num_parts, num_left=self.num_left)
+            self.turns.note_read(self.flow, read, is_wanted=self.is_wanted)
 
 
 @pytest.fixture
@@ -104,6 +107,31 @@ def test_small_reads_are_not_free(time):
     while sender.is_reading:
         sender.read()
     assert sender.num_bytes <= (1.0 + BURST_S) * RATE / MIN_READ_BYTES + 1
+
+
+def test_what_is_dear_to_parse_counts_more_than_its_bytes(time):
+    turns = ReadingTurns(RATE)
+    dear, plain = Sender(turns, num_parts=4 * PIECE // BYTES_PER_PART), Sender(turns)
+    run(time, [dear], 60.0)
+    run(time, [plain], 60.0)
+    assert abs(4 * dear.num_bytes - plain.num_bytes) <= 8 * PIECE
+
+
+def test_what_waits_to_be_parsed_has_a_turn_of_its_own_also_where_there_is_time(time):
+    turns, parsed = ReadingTurns(RATE), []
+    sender = Sender(turns)
+
+    def go_on():
+        parsed.append(time.now_s)
+        if len(parsed) < 3:
+            turns.note_read(sender.flow, Read(1, is_cut=True), is_wanted=True)
+
+    sender.flow.on_turn = go_on
+    turns.note_read(sender.flow, Read(1, is_cut=True), is_wanted=True)
+    assert not sender.is_reading
+    time.pass_by(time.now_s + 1, lambda: None)
+    assert len(parsed) == len(set(parsed)) == 3
+    assert sender.is_reading
 
 
 def test_one_that_has_ended_gets_no_turn(time):
