@@ -18,7 +18,6 @@ from kv_transfer.link_end import LinkSetup
 from kv_transfer.page_bytes import Destination, PageWriter
 from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
-from kv_transfer.protocol.failures import again
 from kv_transfer.protocol.frames import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.receiver_transfer import LinkTerms
@@ -139,7 +138,7 @@ class FramePlacer:
                     self._take(frame)
         except ChannelBroken as broken:
             # Not itself: its traceback would keep the ring alive.
-            error = again(broken)
+            error = broken.again()
             self.is_broken = not self._is_stopped and not isinstance(broken, ChannelEnded)
         except Exception:
             logger.exception("placing a frame failed")

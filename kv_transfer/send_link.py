@@ -26,7 +26,6 @@ from kv_transfer.protocol.actions import (
     SkipChunks,
 )
 from kv_transfer.protocol.counters import Reason
-from kv_transfer.protocol.failures import again
 from kv_transfer.protocol.messages import Hello, HelloAck, TransferId, pages_per_frame
 from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.send_thread import Answer, ChunkPoster
@@ -99,7 +98,7 @@ class SendTransfer:
         """
         outcome = await asyncio.shield(self._granted)
         if isinstance(outcome, TandemError):
-            raise again(outcome)
+            raise outcome.again()
         self.num_cached_tokens = outcome
 
     def send(self, first_page: int, page_ids: Sequence[int]) -> None:
@@ -128,7 +127,7 @@ class SendTransfer:
             self._link.abort(self.id, RequestCancelled("the handoff was cancelled"))
             raise
         if isinstance(outcome, TandemError):
-            raise again(outcome)
+            raise outcome.again()
         exposed_s = self._link.now() - started
         return HandoffStats(outcome.num_pages, outcome.num_bytes, exposed_s, self.transport, self._carried)
 
@@ -143,7 +142,7 @@ class SendTransfer:
 
     def _raise_if_ended(self) -> None:
         if self.error is not None:
-            raise again(self.error)
+            raise self.error.again()
         if self._outcome.done():
             raise TransferFailed("the transfer was committed already")
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from gateway.anthropic.turns import chat_messages, chat_tool_choice, chat_tools, left_out
 from gateway.models.conversation import refuse, unsupported
 from gateway.openai.chat import TEMPLATE_WORDS, ChatRequest
-from gateway.openai.requests import RequestBody
+from gateway.openai.requests import RequestBody, StreamOptions
 from gateway.openai.shapes import list_of, said
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
@@ -89,6 +89,7 @@ class MessagesRequest(RequestBody, kw_only=True):
     ] = None
     output_format: Annotated[dict[str, Any] | None, said("The older name of `output_config.format`.")] = None
     metadata: Annotated[MessageMetadata | None, said("`user_id` is what `user` is elsewhere.")] = None
+    stream_options: Annotated[StreamOptions | None, said("Only with `stream`, where the usage is always told.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
 
     def call(self) -> Call:
@@ -131,10 +132,12 @@ class MessagesRequest(RequestBody, kw_only=True):
         return None if self.tools is None else chat_tools(self.tools)
 
     def left_out(self) -> list[str]:
-        """Returns the kinds of tools that the model is not told of, and a budget that is not kept."""
+        """Returns the kinds of tools that the model is not told of, and other wishes that are not kept."""
         names = left_out(self.tools or ())
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             names.append("thinking.budget_tokens")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            names.append("stream_options.continuous_usage_stats")
         return names
 
     def _thinks(self) -> bool | None:

@@ -17,7 +17,7 @@ from gateway.requests.call import AnswerSpec, StoredCall, StoredChoice
 from gateway.types import Delta, Sampling
 from services.cluster.journal_scripts import MAX_JOURNAL_BYTES, TOKEN_BYTES
 from services.cluster.journals import Held, Record
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest, TandemError
 
 COST_BYTES = 4096
 """Memory that a journal takes beside its call and its answers, about."""
@@ -49,7 +49,7 @@ class Journal:
     task: "asyncio.Task[None] | None" = None
     is_stopping: bool = False
     """Whether the task was told to end, so that its tokens will not come."""
-    error: BaseException | None = None
+    error: TandemError | None = None
     """What ended the last generation."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     settled: asyncio.Event = field(default_factory=asyncio.Event)

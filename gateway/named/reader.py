@@ -82,7 +82,7 @@ class Reader:
                 if has_read:
                     continue
                 if not journal.is_running and not journal.is_finished:
-                    raise journal.error or RequestCancelled("the request was cancelled")
+                    raise (journal.error or RequestCancelled("the request was cancelled")).again()
                 await news.wait()
         finally:
             journal.readers.discard(news)

@@ -7,6 +7,7 @@ that returns. `services.cluster.journals` gets what another gateway needs; witho
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,13 +29,13 @@ from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
+    InternalError,
     InvalidRequest,
     Overloaded,
     RateLimited,
     StoreUnavailable,
     TandemError,
     WorkerUnavailable,
-    forget_frames,
 )
 from services.runtime.sampling import GREEDY_TEMPERATURE
 
@@ -48,6 +49,8 @@ RETRY_AFTER_S = 1.0
 FIND_S = 5.0
 """How long a request that can only be continued waits for a Redis that does not answer; several calls fit into it."""
 FIND_RETRY_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 class Journals:
@@ -386,10 +389,11 @@ class Journals:
                         async for index, delta in parts:
                             journal.add(unfinished[index].choice, delta)
                             self._post(journal)
-        except Exception as error:  # noqa: BLE001 - the boundary: every reader raises it
-            journal.error = error
-            if isinstance(error, TandemError):
-                forget_frames(error)
+        except TandemError as error:
+            journal.error = error.again()
+        except Exception:  # the boundary: there may be no reader that it could reach
+            logger.exception("a named request failed", extra={"request_id": accepted.specs[0].request_id})
+            journal.error = InternalError("the request failed")
         finally:
             journal.task = None
             journal.settled.set()

@@ -43,7 +43,6 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerLost,
     WorkerUnavailable,
-    forget_frames,
 )
 
 
@@ -138,7 +137,7 @@ class Attempt:
                     # It may have begun at once, and its word of that died with it.
                     self.fault = fault_of(self, self.decode, event, event.error)
                 self._leave(self.decode)
-                raise event.error
+                raise event.error.again()
 
     def take_over(self, older: "Attempt") -> None:
         """Has the giver send its pages here; it belongs to this attempt from now on. Raises its failure."""
@@ -175,14 +174,13 @@ class Attempt:
             try:
                 self._take_all(self._mailbox.events)
             except TandemError as error:
-                self._ended_by = error
-                forget_frames(error)
+                self._ended_by = error.again()
                 self._follow(Sign.FAIL)
             if self._ended_by is None or self._arrived.token_ids:
                 return self._arrived
         if isinstance(self._ended_by, Overloaded):
             raise CrowdedOut(self._ended_by.message) from self._ended_by
-        raise self._ended_by
+        raise self._ended_by.again()
 
     @property
     def state(self) -> State:
@@ -303,7 +301,7 @@ class Attempt:
             try:
                 take(self, event)
             except TandemError as error:
-                self.fault = fault_of(self, session, event, error)
+                self.fault = fault_of(self, session, event, error.again())
                 raise
 
     def _take_decoded(self, event: Emitted) -> None:
@@ -322,7 +320,7 @@ class Attempt:
 
     def _take_decode_failure(self, event: Failed | Declined) -> None:
         self._leave(self.decode)
-        raise event.error
+        raise event.error.again()
 
     def _take_decode_start(self, event: DecodeStarted) -> None:
         self.facts.decode_started = event
@@ -368,7 +366,7 @@ class Attempt:
         if not self.is_decoding:
             assert self.prefill is not None
             self._leave(self.prefill)
-            raise event.error
+            raise event.error.again()
         self._leave_prefill()
 
     def _take_giver_handoff(self, event: HandedOff) -> None:
@@ -378,7 +376,9 @@ class Attempt:
     def _take_giver_end(self, event: Failed | Declined | Finished) -> None:
         self._leave_giver()
         if not self.is_decoding:
-            raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
+            raise (
+                event.error.again() if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
+            )
 
     def _ignore(self, event: Event) -> None:
         """Ignores an event that does not matter here, or that this worker should not send: workers are not trusted."""
@@ -399,11 +399,10 @@ class Attempt:
                 prefill.prefill(self.order, decode=self.decode.peer)
             except TandemError as next_error:
                 self._leave(prefill)
-                error = next_error
-                forget_frames(error)
+                error = next_error.again()
                 continue
             return
-        raise error
+        raise error.again()
 
     def _leave_prefill(self) -> None:
         """Leaves the prefill worker, whose part is over, and takes the events that were held back for its token."""

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.types import Delta
-from services.runtime.errors import TandemError, forget_frames
+from services.runtime.errors import TandemError
 
 Observed = TypeVar("Observed")
 
@@ -55,13 +55,11 @@ class Delivery(Generic[Observed]):
         try:
             if not attempt.is_over:
                 await self._request.mailbox.wait(self._take_now)
-        except TandemError as failure:
+        except TandemError:
             if self._left is None:
                 raise
-            forget_frames(failure)
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._take_error()
         delta, self._left = self._left, None
         return delta or self._make(attempt)
 
@@ -80,6 +78,12 @@ class Delivery(Generic[Observed]):
             return False
         self._left = delta
         return False
+
+    def _take_error(self) -> Exception:
+        """Returns the error. Nothing keeps it then, the frame that raises it included."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
 
     def _make(self, attempt: Attempt) -> Delta:
         delta = self._request.take(attempt, attempt.take_arrived())

@@ -80,7 +80,7 @@ class Failover:
             request.excuse_failure()
         num_unexplained = request.num_failures_in_row - sum(map(quarantine.counts, request.strikes))
         if num_unexplained >= self._policies.max_attempts or request.num_failures >= MAX_FAILURES:
-            raise failure
+            raise failure.again()
         if not isinstance(failure, WorkerLost):
             await self._wait_for_turn(request)
         if strike is not None:

@@ -42,7 +42,7 @@ from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import InvalidRequest, Overloaded, RequestCancelled, TandemError, forget_frames
+from services.runtime.errors import InvalidRequest, Overloaded, RequestCancelled, TandemError
 from services.scheduling.disaggregation import PrefillChoice
 
 
@@ -231,11 +231,9 @@ class Requests:
                         if attempt.is_moving:
                             attempt = await self._follow_move(request, attempt, observer)
                 except CrowdedOut as crowded_out:
-                    forget_frames(crowded_out)
                     observer.must_wait(request, crowded_out, "crowded_out")
                     request.note_crowded_out()
                 except TRY_AGAIN as failure:
-                    forget_frames(failure)
                     reason = reason_of(failure)
                     observer.must_wait(request, failure, reason)
                     await self._failover.after(request, failure)

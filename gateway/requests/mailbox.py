@@ -55,7 +55,7 @@ class Mailbox:
             if take_now is not None:
                 break
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
 
     async def rest(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> None:
         """Waits without looking at events, less long if `until` holds at a `nudge`. Raises the failure at once."""
@@ -65,7 +65,7 @@ class Mailbox:
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
 
     def nudge(self) -> None:
         """Has a `rest` look again whether it may end."""

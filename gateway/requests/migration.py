@@ -17,7 +17,7 @@ from gateway.requests.attempt import Attempt, Giver, GiverFailed
 from gateway.requests.dispatch import Dispatcher
 from gateway.requests.stage import AttemptStage
 from gateway.topology.members import Topology
-from services.runtime.errors import TandemError, WorkerUnavailable, forget_frames
+from services.runtime.errors import TandemError, WorkerUnavailable
 from services.scheduling.routing.views import WorkerView
 
 MAX_MOVES_PER_WORKER = 8
@@ -83,7 +83,6 @@ class Moves:
             older.unpause()
         except (GiverFailed, WorkerUnavailable) as gone:
             logger.info("the worker is gone", extra={"worker": older.decode.peer.worker_id, "reason": str(gone)})
-            forget_frames(gone)
         self.end(request)
         self._metrics.moves.labels("refused").inc()
         request.put_off_move(TRY_AGAIN_S)
@@ -104,7 +103,6 @@ class Moves:
             # Should the request itself be over, the older attempt is told so, too.
             newer.close()
             logger.info("not moved", extra={"to": view.worker_id, "reason": refusal.message})
-            forget_frames(refusal)
             return None
         except BaseException:
             newer.close()

@@ -23,7 +23,7 @@ from gateway.topology.session import DecodeSession, PrefillSession
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Sampling
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable, forget_frames
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 
 LOOK_EVERY_S = 0.25
 AGAIN_S = 1.0
@@ -116,13 +116,11 @@ class Monitor:
             async with asyncio.timeout(limit_s):
                 await self._run(attempt, prefill, prompt_s)
                 self._dispatcher.note_success(attempt)
-        except Overloaded as refusal:
-            forget_frames(refusal)
+        except Overloaded:
             return False
         except TimeoutError:
             pass  # The watch found its stage late while it was running, and has noted that.
-        except TandemError as failure:
-            forget_frames(failure)
+        except TandemError:
             self._dispatcher.note_failure(attempt)
         finally:
             attempt.close()

@@ -21,7 +21,7 @@ from gateway.topology.members import Topology
 from gateway.topology.session import PrefillSession
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable, forget_frames
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.routing.route import Route
 
@@ -262,22 +262,20 @@ class Placing:
                 if route.is_remote:
                     attempt.start_prefill(prefills)
                 self._dispatcher.watch_prompt(request, route, attempt)
-            except (Overloaded, CrowdedOut) as refusal:
+            except (Overloaded, CrowdedOut):
                 is_full = True
-                forget_frames(refusal)
                 self._leave(request)
             except WorkerUnavailable as unavailable:
                 if request.attempt is not None and request.attempt.fault is not None and request.attempt.fault.suspects:
                     raise  # It may have died of the request.
-                failure = unavailable
-                forget_frames(failure)
+                failure = unavailable.again()
                 self._leave(request)
             else:
                 self._note_admitted(request, observer, attempt, route, asked_s)
                 return attempt
         if is_full:
             return None
-        raise failure
+        raise failure.again()
 
     def _new_attempt(self, request: RunningAnswer, route: Route) -> tuple[Attempt, list[PrefillSession]]:
         """Returns an attempt on this route, and the prefill workers for it, best first."""

@@ -373,7 +373,7 @@ class WaitingPlace:
                 return False
         error = self._ended_by or self._queue.closed_by
         if error is not None:
-            raise error
+            raise error.again()
         return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 from kv_transfer.protocol.messages import Abort, TransferId
@@ -35,11 +34,6 @@ def code_of(error: errors.TandemError) -> str:
         if cls.__name__ in _CLASSES and _CLASSES[cls.__name__] is cls:
             return cls.__name__
     return errors.TransferFailed.__name__
-
-
-def again(error: errors.TandemError) -> errors.TandemError:
-    """Return an equal error to raise at another place: one object raised twice would carry both tracebacks."""
-    return copy.copy(error)
 
 
 def abort_of(transfer_id: TransferId | None, error: errors.TandemError) -> Abort:

@@ -21,7 +21,7 @@ from kv_transfer.protocol.actions import (
     SkipChunks,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import abort_of, again, error_from
+from kv_transfer.protocol.failures import abort_of, error_from
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -231,7 +231,7 @@ class SenderTransfer:
 
     def _refusal(self, what: str) -> TandemError:
         if self.error is not None:
-            return again(self.error)
+            return self.error.again()
         return TransferFailed(f"{what} while the transfer was {self.state.name.lower()}")
 
     def _seal_when_posted(self, now: float) -> list[Action]:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class TandemError(Exception):
@@ -19,12 +20,21 @@ class TandemError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
+    def again(self) -> Self:
+        """Returns an equal error, to be raised where this one is kept.
+
+        An error that is kept and raised has the frames of each place where that was, with all that they hold, such as a
+        prompt. Where a frame leads back to the error, they stay until the collector's next look.
+        """
+        copied = type(self).__new__(type(self), *self.args)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
 
 def forget_frames(error: BaseException) -> None:
     """Drops the tracebacks of an error that has been dealt with, and of the errors that led to it.
 
-    A frame holds its local variables, such as a prompt. Where one of them leads back to the error, all of them would
-    stay in memory until the collector's next look, which few and large objects do not bring about.
+    It is for the ends of the ways that errors take. What is raised again uses `TandemError.again`.
     """
     error.__traceback__ = None
     for cause in (error.__cause__, error.__context__):

@@ -208,7 +208,7 @@ async def _read_answer(reader: asyncio.StreamReader, *, is_head: bool) -> tuple[
         if status != 100:
             break
     headers = dict(line.lower().split(b": ", 1) for line in lines[1:] if b": " in line)
-    if is_head:
+    if is_head or status in (204, 304):
         return status, b""
     if b"content-length" in headers:
         return status, await reader.readexactly(int(headers[b"content-length"]))

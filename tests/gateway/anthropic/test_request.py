@@ -54,6 +54,15 @@ def test_inner_members_are_named_too(members):
     assert [name.rpartition(".")[2] for name in ignored] == ["x"]
 
 
+def test_options_of_another_servers_streams():
+    """The usage is in every stream of this API."""
+    request, ignored = parsed(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert (ignored, request.left_out()) == ([], ["stream_options.continuous_usage_stats"])
+    for wrong in (2.01, [], "a", {"include_obfuscation": True}, {"include_usage": 1}):
+        with pytest.raises(InvalidRequest, match=r"^stream_options"):
+            parsed(stream=True, stream_options=wrong)[0].call()
+
+
 def test_all_that_is_asked_for_reaches_the_call():
     call = call_of(
         system="s",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.protocol.failures import _CLASSES, abort_of, again, code_of, error_from
+from kv_transfer.protocol.failures import _CLASSES, abort_of, code_of, error_from
 from kv_transfer.protocol.messages import Abort, TransferId
 from services.runtime import errors
 
@@ -40,13 +40,3 @@ def test_the_time_to_try_again_is_bounded(asked_s, told_ms):
     error = errors.Overloaded("x")
     error.retry_after_s = asked_s
     assert abort_of(None, error).retry_after_ms == told_ms
-
-
-def test_an_error_that_is_raised_again_carries_no_traceback_of_the_first():
-    first = errors.TransferFailed("x")
-    try:
-        raise first
-    except errors.TransferFailed as raised:
-        second = again(raised)
-    assert second is not first
-    assert (type(second), second.message, second.__traceback__) == (errors.TransferFailed, "x", None)

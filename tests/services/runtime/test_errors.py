@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from services.runtime.errors import InternalError, Overloaded, TandemError, forget_frames
+from services.runtime.errors import InternalError, Overloaded, RateLimited, TandemError, forget_frames
 
 
 class Prompt:
@@ -21,6 +21,9 @@ class Holder:
 
     def fail(self) -> None:
         raise self.error
+
+    def fail_again(self) -> None:
+        raise self.error.again()
 
     def fail_because_of_it(self) -> None:
         try:
@@ -49,6 +52,24 @@ def test_what_the_frames_of_an_error_hold_is_free_without_the_collector(way: str
                 forget_frames(error)
         del holder
         assert (prompt() is None) is is_forgotten
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_is_raised_again_keeps_nothing_of_the_first_place() -> None:
+    holder = Holder(Prompt(), Overloaded("no room", retry_after_s=2.0, reason="pages"))
+    prompt = weakref.ref(holder.prompt)
+    limited = RateLimited("too many", limit="requests", headers=(("x", "1"),)).again()
+    assert (limited.message, limited.limit, limited.headers) == ("too many", "requests", (("x", "1"),))
+    gc.disable()
+    try:
+        try:
+            holder.fail_again()
+        except Overloaded as error:
+            told = str(error), error.retry_after_s, error.reason, error is holder.error
+        assert told == ("no room", 2.0, "pages", False)
+        del holder
+        assert prompt() is None
     finally:
         gc.enable()
 
