@@ -24,7 +24,7 @@ LOCK ?= serve
 ARGS ?=
 
 .PHONY: help install install-dev install-vllm run status chat compat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
-	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
+	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-seeds bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -164,6 +164,9 @@ bench: install-dev ## measure, with ratios to what is possible (BENCHMARKS: whic
 		echo "== $$name"; \
 		$(NO_GPU) $(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(if $(HISTORY),--history) $(ARGS); \
 	done
+
+bench-seeds: install-dev ## every number that the project's plans name beside what is reached; some minutes (ARGS: parts, --write)
+	@exec $(PYTHON_IN) -m benchmarks.seeds $(ARGS)
 
 bench-history: install-dev ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
 	@exec $(PYTHON_IN) -m benchmarks.history $(ARGS)

@@ -349,7 +349,7 @@ class _Connection(asyncio.Protocol):
 async def _load_forever(port: int, body: bytes, num_connections: int, seconds: float) -> dict[str, float]:
     """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200 and "later"."""
     loop = asyncio.get_running_loop()
-    request = _request(body)
+    request = http_request(body)
     tally = {"num_requests": 0, "num_refused": 0, "num_bytes": 0, "num_events": 0}
     failed: asyncio.Future[None] = loop.create_future()
     started_s = time.perf_counter()
@@ -367,7 +367,7 @@ async def _first_tokens_s(port: int) -> list[float]:
     times_s = []
     for _ in range(NUM_LATENCIES):
         asked_s = time.perf_counter()
-        writer.write(_request(json.dumps(STREAMED).encode()))
+        writer.write(http_request(json.dumps(STREAMED).encode()))
         await reader.readuntil(b"data: {")
         times_s.append(time.perf_counter() - asked_s)
         await reader.readuntil(b"\r\n0\r\n\r\n")
@@ -375,7 +375,7 @@ async def _first_tokens_s(port: int) -> list[float]:
     return times_s[NUM_LATENCIES // 10 :]
 
 
-def _request(body: bytes) -> bytes:
+def http_request(body: bytes) -> bytes:
     lines = ("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json")
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 

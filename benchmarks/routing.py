@@ -46,12 +46,12 @@ def main() -> None:
         note = ""
         if num_prefill in (32, 64):
             note = f"   target {TARGET_S * 1e6:.0f}: {'met' if route_s < TARGET_S else 'MISSED'}"
-        gateway_s = asyncio.run(_gateway_s(settings.policy, rng, num_prefill, num_decode, settings.rounds))
+        asked_s = asyncio.run(gateway_s(settings.policy, rng, num_prefill, num_decode, settings.rounds))
         name = f"{num_prefill}P + {num_decode}D"
         figures = f"{route_s * 1e6:>9.1f} {pass_s * 1e6:>9.1f} {route_s / pass_s:>7.1f} {all_s * 1e6:>11.0f}"
-        print(f"{name:>12} {figures} {gateway_s * 1e6:>9.1f}{note}")
+        print(f"{name:>12} {figures} {asked_s * 1e6:>9.1f}{note}")
     for num_workers in (8, 64, 512):
-        print(f"health of {num_workers} workers: {_health_s(num_workers) * 1e6:.1f} us a request, judging included")
+        print(f"health of {num_workers} workers: {health_s(num_workers) * 1e6:.1f} us a request, judging included")
 
 
 def _measure(
@@ -85,7 +85,7 @@ def _measure(
     return best[0], best[1], all_s
 
 
-async def _gateway_s(policy: str, rng: random.Random, num_prefill: int, num_decode: int, rounds: int) -> float:
+async def gateway_s(policy: str, rng: random.Random, num_prefill: int, num_decode: int, rounds: int) -> float:
     """Seconds of a decision with its first route, beginning with the workers as the gateway knows them."""
     topology = Topology(gateway_incarnation="0" * 32, on_change=lambda: None)
     views = {view.worker_id: view for view in _workers(rng, "p", num_prefill) + _workers(rng, "d", num_decode)}
@@ -146,7 +146,7 @@ def _record(view: WorkerView) -> WorkerRecord:
     )
 
 
-def _health_s(num_workers: int) -> float:
+def health_s(num_workers: int) -> float:
     """Returns the seconds that a request costs: which workers may be asked, and two answers, at 1,000 requests/s."""
     health, group = WorkerHealth(), [f"w{number}" for number in range(num_workers)]
     rng, num_requests = random.Random(1), 2000

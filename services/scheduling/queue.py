@@ -2,8 +2,10 @@
 
 Every strategy gives an entry one number when it comes, its rank, that never changes while it waits; the smallest goes
 first, and of equal ones the first that came. Most ranks come in order already, all of them or those of one level or
-tenant: such entries form runs, and the heap of a class holds the first of each run and the entries that came out of
-order. An entry that leaves early stays as a shell until it comes up or shells outnumber the living.
+tenant: such entries form runs, and the heap of a class holds the first of each run. Entries that came out of order
+since the last turn are sorted into one more run at the next; only the first few of them, for which a run would cost
+more, go into the heap themselves. An entry that leaves early stays as a shell until it comes up or shells outnumber the
+living.
 
 | strategy | rank |
 |---|---|
@@ -24,12 +26,13 @@ client said neither, it is due UNSAID_S after its place: among such entries the 
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
+from operator import itemgetter
 
-from services.scheduling.entry import QueueEntry, ServiceClass
+from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
 
 YIELD_S = 20.0
 """An entry whose turn is too late for what its class is promised goes behind those that come within this time, once."""
@@ -37,6 +40,8 @@ SHELLS_KEPT = 64
 """A heap is cleared of shells when it has more of them than this and than living entries."""
 MAX_RUNS = 64
 """Levels of one class with a run of their own; all further levels share one run."""
+MAX_LOOSE = 8
+"""Entries out of order, of those that came since the last turn, that go into the heap without a run."""
 STRATEGIES = ("fcfs", "priority", "sla", "fair")
 
 
@@ -67,6 +72,10 @@ class _Lane:
     run: "_Run" = field(default_factory=deque)
     runs: "dict[int, _Run]" = field(default_factory=dict)
     """Runs by level."""
+    strays: "_Run" = field(default_factory=deque)
+    """Entries that came out of order since the last turn, which is when they are sorted and become a run."""
+    num_loose: int = 0
+    """Entries that came out of order since the last turn and are in the heap already."""
     youngest: "list[_Item]" = field(default_factory=list)
     """Filed items, the youngest last; shells and items that had their turn are among them."""
     virtual_time: float = 0.0
@@ -78,13 +87,26 @@ class _Lane:
         self.heap.clear()
         self.run.clear()
         self.runs.clear()
+        self.strays.clear()
+        self.num_loose = 0
         self.num_shells = 0
         self.prompts_s = 0.0  # additions and subtractions of floats leave something
         self.youngest.clear()
         self.virtual_time = 0.0
         self.accounts.clear()
 
+    def sort_strays(self) -> None:
+        """Makes a run of the entries that came out of order since the last turn."""
+        self.num_loose = 0
+        if self.strays:
+            ordered = sorted(self.strays, key=_RANK)
+            self.strays.clear()
+            self.strays.extend(ordered)
+            heappush(self.heap, ordered[0])
+            self.strays = deque()
 
+
+_RANK = itemgetter(0)
 _Item = tuple[float, int, QueueEntry, _Lane, "_Run | None"]
 """Rank, number in order of coming (below zero: it came back), entry, class, and run.
 
@@ -118,12 +140,7 @@ class RequestQueue:
             raise ValueError(
                 "ageing_s must be a number of seconds and not negative, and weights of tenants must be positive"
             )
-        ranked: dict[str, Callable[[_Lane, QueueEntry], tuple[float, _Run]]] = {
-            "fcfs": _by_place,
-            "priority": self._by_priority,
-            "sla": _by_slack,
-            "fair": self._by_share,
-        }
+        ranked = {"fcfs": self._by_place, "priority": self._by_priority, "sla": self._by_slack, "fair": self._by_share}
         self._ranked = ranked[strategy]
         self._is_fcfs = strategy == "fcfs"
         self._is_fair = strategy == "fair"
@@ -184,32 +201,34 @@ class RequestQueue:
         key = entry.key
         if key in waiting:
             raise ValueError(f"{key!r} waits already")
-        if not (entry.deadline_s - entry.service_s - entry.arrived_s <= inf and entry.turn_due_s <= inf):
+        place_s = entry.place_s if entry.prompt_s else entry.arrived_s
+        if not entry.deadline_s - entry.service_s - place_s <= inf:
             raise ValueError(f"the times of {key!r} are not numbers")
         pushed_out = None
         if is_resumed:
             lane = self._resumed
+            rank, run = entry.arrived_s, lane.run
         else:
             if len(waiting) >= self._max_waiting:
                 pushed_out = self._push_out(entry.service_class)
             lane = self._classes[entry.service_class]
-        if is_resumed:
-            rank, run = entry.arrived_s, lane.run
-        elif self._is_fcfs:
-            rank, run = entry.place_s, lane.run
-        else:
-            rank, run = self._ranked(lane, entry)
+            rank, run = (place_s, lane.run) if self._is_fcfs else self._ranked(lane, entry, place_s)
         self._num_pushed = number = self._num_pushed + 1
-        if run and rank < run[-1][0]:
-            stray: _Item = (rank, number, entry, lane, None)
-            waiting[key] = stray
-            heappush(lane.heap, stray)
-        else:
-            item: _Item = (rank, number, entry, lane, run)
-            waiting[key] = item
-            if not run:
-                heappush(lane.heap, item)
+        item: _Item
+        if not run:
+            waiting[key] = item = (rank, number, entry, lane, run)
             run.append(item)
+            heappush(lane.heap, item)
+        elif rank >= run[-1][0]:
+            waiting[key] = item = (rank, number, entry, lane, run)
+            run.append(item)
+        elif lane.num_loose < MAX_LOOSE:
+            lane.num_loose += 1
+            waiting[key] = item = (rank, number, entry, lane, None)
+            heappush(lane.heap, item)
+        else:
+            waiting[key] = item = (rank, number, entry, lane, lane.strays)
+            lane.strays.append(item)
         lane.num_waiting += 1
         lane.tokens += entry.cost_tokens
         lane.prompts_s += entry.prompt_s
@@ -219,6 +238,7 @@ class RequestQueue:
         """Returns the entry whose turn is next; None: no entry waits."""
         for lane in self._lanes:
             if lane.num_waiting:
+                lane.sort_strays()
                 while not self._is_living(lane.heap[0]):
                     _drop_first_shell(lane)
                 return lane.heap[0][2]
@@ -229,6 +249,8 @@ class RequestQueue:
         waiting = self._waiting
         for lane in self._lanes:
             if lane.num_waiting:
+                if lane.num_loose:
+                    lane.sort_strays()
                 heap = lane.heap
                 while True:
                     item = heap[0]
@@ -243,7 +265,7 @@ class RequestQueue:
                             heappop(heap)
                     entry = item[2]
                     key = entry.key
-                    if waiting.get(key) is item:
+                    if not lane.num_shells or waiting.get(key) is item:
                         break
                     lane.num_shells -= 1
                 del waiting[key]
@@ -263,7 +285,7 @@ class RequestQueue:
         if self._is_fair and not is_resumed:
             rank = lane.virtual_time  # The clock stands at the start tag of the entry whose turn it was.
         else:
-            rank = entry.arrived_s if is_resumed else self._ranked(lane, entry)[0]
+            rank = entry.arrived_s if is_resumed else self._ranked(lane, entry, entry.place_s)[0]
         self._num_pushed_back += 1
         item: _Item = (rank, -self._num_pushed_back, entry, lane, None)
         self._waiting[entry.key] = item
@@ -344,6 +366,7 @@ class RequestQueue:
         raise QueueFull(f"{len(self)} requests wait, none of them of a lower class")
 
     def _clear_of_shells(self, lane: _Lane) -> None:
+        lane.sort_strays()
         heap: list[_Item] = []
         for item in lane.heap:
             run = item[4]
@@ -397,35 +420,40 @@ class RequestQueue:
     def _share(self, entry: QueueEntry) -> float:
         return entry.cost_tokens / self._weights.get(entry.tenant, 1.0)
 
-    def _by_priority(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+    # Each returns the rank of an entry that comes, and the run at whose end it may stand.
+
+    def _by_place(self, lane: _Lane, entry: QueueEntry, place_s: float) -> tuple[float, _Run]:
+        return place_s, lane.run
+
+    def _by_slack(self, lane: _Lane, entry: QueueEntry, place_s: float) -> tuple[float, _Run]:
+        due_s = entry.due_s
+        if due_s is None:
+            due_s = entry.deadline_s - entry.service_s
+        return due_s if due_s < inf else place_s + UNSAID_S, lane.run
+
+    def _by_priority(self, lane: _Lane, entry: QueueEntry, place_s: float) -> tuple[float, _Run]:
         level = entry.level
         run = lane.runs.get(level)
         if run is None:
             run = lane.run
             if len(lane.runs) < MAX_RUNS:
                 run = lane.runs[level] = deque()
-        return entry.place_s - level * self._ageing_s, run
+        return place_s - level * self._ageing_s, run
 
-    def _by_share(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-        """Returns the start tag (where the tenant's earlier entries end, but never in the past) and the run."""
-        account = lane.accounts.get(entry.tenant)
+    def _by_share(self, lane: _Lane, entry: QueueEntry, place_s: float) -> tuple[float, _Run]:
+        """The rank is the start tag: where the tenant's earlier entries end, but never in the past."""
+        tenant = entry.tenant
+        account = lane.accounts.get(tenant)
         if account is None:
-            account = _new_account(lane, entry.tenant)
+            account = _new_account(lane, tenant)
         start = account.charged_to
         if start < lane.virtual_time:
             start = lane.virtual_time
-        account.charged_to = start + self._share(entry)
+        account.charged_to = start + entry.cost_tokens / self._weights.get(tenant, 1.0)
         if start > account.last_start:
             account.last_start = start
+            return start, account.run
         return account.last_start, account.run
-
-
-def _by_place(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-    return entry.place_s, lane.run
-
-
-def _by_slack(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-    return entry.turn_due_s, lane.run
 
 
 def _new_account(lane: _Lane, tenant: str) -> _Account:

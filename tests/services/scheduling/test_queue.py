@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.scheduling import queue as queue_module
 from services.scheduling.entry import MAX_PASSED_S, PASSED_TIMES, UNSAID_S, QueueEntry, ServiceClass
-from services.scheduling.queue import MAX_RUNS, SHELLS_KEPT, STRATEGIES, YIELD_S, QueueFull, RequestQueue
+from services.scheduling.queue import MAX_LOOSE, MAX_RUNS, SHELLS_KEPT, STRATEGIES, YIELD_S, QueueFull, RequestQueue
 from tests.examples import examples
 
 AGEING_S = 4.0
@@ -124,8 +125,9 @@ def share(some):
 class QueueMachine(RuleBasedStateMachine):
     """Few keys, classes, levels and times, so that everything meets everything."""
 
-    @initialize(strategy=st.sampled_from(STRATEGIES))
-    def begin(self, strategy):
+    @initialize(strategy=st.sampled_from(STRATEGIES), max_loose=st.sampled_from([1, MAX_LOOSE]))
+    def begin(self, strategy, max_loose):
+        queue_module.MAX_LOOSE = max_loose
         self.naive = NaiveQueue(strategy)
         self.queue = RequestQueue(strategy=strategy, max_waiting=MAX_WAITING, ageing_s=AGEING_S, tenant_weights=WEIGHTS)
 
@@ -197,6 +199,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.waiting_prompts_s(one) == pytest.approx(sum(other.prompt_s for other in ahead))
 
     def teardown(self):
+        queue_module.MAX_LOOSE = MAX_LOOSE
         if hasattr(self, "queue"):
             while self.naive.waiting:
                 assert self.queue.pop() is self.naive.pop()
@@ -518,7 +521,13 @@ def test_nothing_grows_but_by_those_who_wait(strategy):
         elif way < 0.31:
             queue.expire(float(number))
     held = len(queue._latest_starts) + sum(
-        len(lane.heap) + len(lane.youngest) + sum(map(len, lane.runs.values())) + len(lane.run) for lane in queue._lanes
+        len(lane.heap)
+        + len(lane.youngest)
+        + sum(map(len, lane.runs.values()))
+        + len(lane.run)
+        + len(lane.strays)
+        + sum(len(item[4]) for item in lane.heap if item[4])
+        for lane in queue._lanes
     )
     assert held < 3000
     assert len(queue) <= 100
