@@ -385,10 +385,12 @@ def _differing(workers: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Finding]:
     name = str(worker.get("id", "-"))
-    if not is_told and worker.get("state") not in (WorkerState.READY, WorkerState.DRAINING):
-        yield Finding(
-            Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
-        )
+    state = worker.get("state", "-")
+    if not is_told and state != WorkerState.READY:
+        advice = "see its log; others do its work meanwhile"
+        if state == WorkerState.DRAINING:
+            advice = "it finishes what it has, gets nothing new, and leaves"
+        yield Finding(Level.NOTE, "workers", f"{name} is {state}", advice)
     ahead_s = worker.get("clock_ahead_s")
     if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S and not is_told:
         yield Finding(

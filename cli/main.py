@@ -10,6 +10,8 @@ from services.runtime.errors import ConfigError, ModelError, TandemError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+KEY_ADVICE = {401: "show one", 403: "show another one"}
+"""What to do with keys, by the HTTP status of a refusal."""
 FOR_CONTAINERS = ("up", "--preflight")
 """The words of commands that a container is started for. Others may run beside its program, whose last words count."""
 
@@ -37,8 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _advice(error: TandemError) -> str:
+    """Returns the flag that a gateway's refusal asks for."""
+    from services.runtime.api_client import ApiRefused  # an HTTP client, which only commands that ask a gateway load
+
+    status = error.status if isinstance(error, ApiRefused) else 0
+    return f"; {KEY_ADVICE[status]} with --api-key (TANDEM_API_KEY)" if status in KEY_ADVICE else ""
+
+
 def _complain(error: TandemError, exit_code: int, *, has_last_words: bool) -> int:
-    print(f"error: {error.message}", file=sys.stderr)
+    print(f"error: {error.message}{_advice(error)}", file=sys.stderr)
     if has_last_words:
         last_words.leave(last_words.words_for(error), exit_code)
     return exit_code

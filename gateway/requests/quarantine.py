@@ -187,6 +187,8 @@ class Quarantine:
 
     def _note_poison(self, request: RunningAnswer) -> None:
         self._metrics.quarantined.inc()
+        told = {"request_id": request.spec.request_id, "model": request.spec.model, "deaths": len(request.strikes)}
+        logger.warning("a request is quarantined: workers have died of computing it", extra=told)
         if fingerprint := fingerprint_of(request.spec):
             self._known.add(fingerprint)
         for strike in request.strikes:

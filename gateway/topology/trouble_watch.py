@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.presence import Gone, Shortage
-from gateway.topology.troubles import Found, Troubles
+from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
@@ -62,6 +62,10 @@ CIRCUIT_REMEDIES = {
 }
 PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
 KEYS_REMEDY = "repair the file: it is read again within a second, and until then the keys before it hold"
+QUARANTINE_REMEDY = (
+    "see the gateways' logs for what was quarantined, and the last words of the workers that died; it ends by itself "
+    "after 10 minutes"
+)
 CERTIFICATE_REMEDY = "renew it and replace the files: they are read again without a restart"
 
 logger = logging.getLogger(__name__)
@@ -76,15 +80,14 @@ class TroubleWatch:
         topology: Topology,
         store: Store,
         *,
-        circuits: Callable[[], Mapping[str, Found]],
-        key_error: Callable[[], str] = str,
+        told: Callable[[], Mapping[Kind, Mapping[str, Found]]],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`told` gives what other parts of the gateway know to be wrong, by kind; those kinds are theirs."""
         self.troubles = troubles
         self._topology = topology
         self._store = store
-        self._circuits = circuits
-        self._key_error = key_error
+        self._told = told
         self._clock = clock
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
@@ -112,9 +115,8 @@ class TroubleWatch:
         troubles.settle("missing", missing(presence.shortages))
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
-        troubles.settle("circuit", self._circuits())
-        key_error = self._key_error()
-        troubles.settle("api_keys", {"gateway": Found(key_error, KEYS_REMEDY)} if key_error else {})
+        for kind, found in self._told().items():
+            troubles.settle(kind, found)
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
         slow = {} if not self._store.is_available else slow_redis(self._store.round_trip.mean_s)
@@ -222,6 +224,19 @@ def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -
         cause = f"the way {what}: {pair.words or 'pages do not arrive'} (since {pair.for_s:.0f} s)"
         found[_link(pair.prefill_id, pair.decode_id)] = Found(cause, PAIR_REMEDY)
     return found
+
+
+def unreadable_keys(error: str) -> Mapping[str, Found]:
+    """Returns what is wrong with the file of keys as it is now; nothing for an empty `error`."""
+    return {"gateway": Found(error, KEYS_REMEDY)} if error else {}
+
+
+def quarantined(num_requests: int) -> Mapping[str, Found]:
+    """Returns that some requests are not computed."""
+    if not num_requests:
+        return {}
+    which = "1 request is" if num_requests == 1 else f"{num_requests} requests are"
+    return {"requests": Found(f"{which} refused, since workers have died of computing such a one", QUARANTINE_REMEDY)}
 
 
 def wrong_clocks(members: Iterable[Member]) -> Mapping[str, Found]:

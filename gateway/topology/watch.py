@@ -149,7 +149,8 @@ class WorkerWatch:
     def _tell(self, change: Circuit) -> None:
         """Logs a line for each circuit that opens or closes: which worker, why, and the figures that say so."""
         cause, for_s = change.cause, round(self._clock.monotonic() - change.since_s, 1)
-        facts = {"worker": change.worker_id, "cause": cause.kind, "found": cause.words, **_rounded(cause.figures)}
+        which = {"worker": change.worker_id, "circuit": change.state, "cause": cause.kind}
+        facts = {**which, "found": cause.words, **_rounded(cause.figures)}
         if change.state == "closed":
             logger.info("a worker is well again", extra={**facts, "after_s": for_s})
             return

@@ -50,6 +50,11 @@ class Quarantine:
         """Number of fingerprints that are kept, including those whose time is just over."""
         return len(self._ends_at_s)
 
+    def count(self) -> int:
+        """Returns how many fingerprints are refused now."""
+        now_s = self._clock.monotonic()
+        return sum(ends_at_s > now_s for ends_at_s in self._ends_at_s.values())
+
     def add(self, fingerprint: str) -> None:
         """Has the fingerprint refused here from now on, and by the other gateways within about a second."""
         self._ends_at_s[fingerprint] = self._clock.monotonic() + self._quarantine_s

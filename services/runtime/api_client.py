@@ -20,6 +20,18 @@ from services.runtime.kinds import path, text, url
 from services.runtime.tls import client_context
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
+_TLS_REASONS = (
+    (("certificate has expired",), "its certificate has expired"),
+    (("hostname mismatch", "ip address mismatch"), "its certificate is for another host than the one in --url"),
+    (
+        ("certificate_verify_failed",),
+        "its certificate was not signed by a CA that is believed here: name its CA with --tls-ca (TANDEM_TLS_CA)",
+    ),
+    (("wrong_version_number", "record_layer_failure"), "it does not speak TLS: then --url begins with http://"),
+    (("certificate_required",), "it asks for a certificate: show one with --tls-cert and --tls-key"),
+    (("unknown_ca",), "it does not believe the certificate of --tls-cert and --tls-key: its CA is another one"),
+)
+"""Texts of the TLS library, and what they mean for a person on the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +174,7 @@ def _exchange(
     except TimeoutError as error:
         raise ApiUnreachable(f"{url} did not answer within {timeout_s:g} s") from error
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ApiUnreachable(f"{url} cannot be reached: {reason}") from error
+        raise ApiUnreachable(f"{url} cannot be reached: {_reason(error, url)}") from error
     finally:
         connection.close()
 
@@ -175,6 +186,20 @@ def _connection(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> http.
     if parts.scheme == "https":
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=tls)
     return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+
+
+def _reason(error: Exception, url: str) -> str:
+    """Returns why there was no answer, and for what has to do with TLS the flag that says otherwise."""
+    lowered = str(error).lower()
+    for texts, words in _TLS_REASONS:
+        if any(text in lowered for text in texts):
+            return words
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if not isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError | http.client.HTTPException):
+        return reason
+    if url.startswith("https:"):
+        return f"{reason}; it may ask for a certificate, or not believe the one of --tls-cert and --tls-key"
+    return f"{reason}; it may speak TLS: then --url begins with https://"
 
 
 def _refusal(response: http.client.HTTPResponse, url: str) -> str:

@@ -72,6 +72,7 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         (200, [WORKER, PREFILL | {"layout": "b"}], Level.BAD, "differ in weights or page layout, such as d0 and p0"),
         (200, [WORKER, PREFILL | {"arithmetic": "y"}], Level.NOTE, "workers differ in arithmetic"),
         (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
+        (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "draining"}], Level.NOTE, "d1 is draining"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
         (200, [PREFILL, WORKER | {"clock_ahead_s": -3.0}], Level.NOTE, "d0 is 3.0 s behind"),

@@ -110,3 +110,17 @@ def test_a_useless_answer_is_exit_code_1(api: Any, capsys: pytest.CaptureFixture
 def test_a_url_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", "localhost"]) == 2
     assert "--url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "advice"), [(401, "show one with --api-key"), (403, "show another one")])
+def test_a_refusal_for_a_key_names_the_flag(
+    api: Any, capsys: pytest.CaptureFixture[str], status: int, advice: str
+) -> None:
+    api.routes["GET /cluster"] = (status, {"error": {"message": "an API key is needed"}})
+    assert main(["status", "--url", api.url]) == 1
+    said = capsys.readouterr().err
+    assert "error: an API key is needed; " in said
+    assert advice in said
+    api.routes["GET /cluster"] = (503, {"error": {"message": "not now"}})
+    assert main(["status", "--url", api.url]) == 1
+    assert "--api-key" not in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_another_server_is_an_error_too(api: Any, capsys: pytest.CaptureFixture[
 def test_an_error_is_a_line_and_an_exit_code(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /dashboard/data?seconds=60"] = (401, {"error": {"message": "an API key is needed"}})
     assert main(["top", "--once", "--url", api.url]) == 1
-    assert capsys.readouterr().err == "error: an API key is needed\n"
+    assert capsys.readouterr().err == "error: an API key is needed; show one with --api-key (TANDEM_API_KEY)\n"
 
 
 def read_until(terminal: int, is_there: Callable[[bytes], object], timeout_s: float = 30.0) -> bytes:

@@ -4,7 +4,7 @@ import {$, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
-const CIRCUITS = {open: "gets no work", half_open: "gets no work, and is tried", suspected: "should get no work, and does, as no more of its role can be spared"};
+const CIRCUITS = {open: "is kept from work", half_open: "is kept from work, and tried", suspected: "should get no work, and does, since no more of its role can be spared"};
 const cards = new Map();
 const columns = {};
 
@@ -72,7 +72,7 @@ class Card {
 
   update(worker) {
     const {pages} = worker;
-    say(this.state, `${STATES[worker.state] ?? "?"} ${worker.state.replace("_", " ")}`);
+    say(this.state, `${STATES[worker.state] ?? "?"} ${worker.state}`);
     this.state.dataset.state = worker.state;
     PAGES.forEach(([state], index) => {
       this.bar.children[index].style.flexGrow = pages[state];

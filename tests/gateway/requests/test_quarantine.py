@@ -78,6 +78,19 @@ async def ask(system, prompt=(5, 6, 7), **body):
     return await system.complete(**{"prompt": list(prompt), "max_tokens": 100, "return_token_ids": True, **body})
 
 
+async def check_views(system):
+    """Every view has the same word for it."""
+
+    def told(troubles):
+        return [(one["subject"], one["cause"]) for one in troubles if one["kind"] == "quarantine"]
+
+    await system.until(lambda: system.gateway.troubles.of("quarantine"))
+    shown = told((await system.http.get("/cluster")).json()["troubles"])
+    assert shown == [("requests", "1 request is refused, since workers have died of computing such a one")]
+    assert told((await system.http.get("/dashboard/data")).json()["troubles"]) == shown
+    assert 'tandem_troubles{kind="quarantine"} 1.0' in (await system.http.get("/metrics")).text
+
+
 @pytest.mark.parametrize("num_before", [1, 3])
 async def test_decode_workers_die_of_it(make_system, worker_type, pair, answer, num_before):
     system, scripts = await make_system(), Poisonable(pair, num_before)
@@ -86,6 +99,8 @@ async def test_decode_workers_die_of_it(make_system, worker_type, pair, answer, 
         await system.add(worker_type("decode", f"decode-{number}", scripts.decode))
     assert is_quarantined(await ask(system, POISON, seed=1))
     assert len(scripts.dead) == 3
+    if num_before == 1:
+        await check_views(system)
     # The request is refused at once from now on, also with another seed; other requests are served.
     for seed in (1, 2, None):
         assert is_quarantined(await ask(system, POISON, seed=seed))

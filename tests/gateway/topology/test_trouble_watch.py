@@ -1,6 +1,6 @@
 """What is looked for each second: clocks, certificates, Redis, unreachable workers and links; and the end of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +16,10 @@ from gateway.topology.trouble_watch import (
     UNREACHABLE_AFTER_S,
     TroubleWatch,
     circuits,
+    quarantined,
+    unreadable_keys,
 )
-from gateway.topology.troubles import Found, Troubles
+from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
 from services.runtime import rpc
 from services.runtime.errors import TransferFailed, TransferStalled
@@ -62,14 +64,12 @@ class Scene:
             look_for_missing=lambda: None,
             watch_handoffs=lambda note: None,
         )
-        self.circuits: dict[str, Found] = {}
-        self.key_error = ""
+        self.told: dict[Kind, Mapping[str, Found]] = {}
         self.watch = TroubleWatch(
             Troubles(clock=self.wall),
             cast(Any, topology),
             cast(Any, self.store),
-            circuits=lambda: self.circuits,
-            key_error=lambda: self.key_error,
+            told=lambda: self.told,
             clock=self.wall,
         )
 
@@ -132,9 +132,9 @@ def test_a_worker_that_stays_unreachable(scene: Scene) -> None:
 
 
 def test_a_file_of_keys_that_cannot_be_read(scene: Scene) -> None:
-    scene.key_error = "line 3 is no TOML"
+    scene.told = {"api_keys": unreadable_keys("line 3 is no TOML")}
     assert scene.look() == {("api_keys", "gateway"): "line 3 is no TOML"}
-    scene.key_error = ""
+    scene.told = {"api_keys": unreadable_keys("")}
     assert scene.look() == {}
 
 
@@ -190,11 +190,20 @@ def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
 def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
     slow = CircuitReport("d", "open", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
     pair = CutPairReport("p", "d", "suspected", "the link is down", 4.0)
-    scene.circuits = dict(circuits([slow], [pair]))
+    scene.told = {"circuit": circuits([slow], [pair])}
     assert scene.look() == {
         ("circuit", "d"): "it is kept from work: slow: 6 times as long as the others (since 3 s, 2 times lately)",
         ("circuit", "p to d"): "the way is used all the same: the link is down (since 4 s)",
     }
     assert "trials" in scene.watch.troubles.of("circuit")[0].remedy
-    scene.circuits = {}
+    scene.told = {"circuit": {}}
+    assert scene.look() == {}
+
+
+def test_quarantine_is_a_trouble_while_it_lasts(scene: Scene) -> None:
+    for number, words in ((1, "1 request is refused"), (3, "3 requests are refused")):
+        scene.told = {"quarantine": quarantined(number)}
+        (cause,) = scene.look().values()
+        assert cause.startswith(words)
+    scene.told = {"quarantine": quarantined(0)}
     assert scene.look() == {}

@@ -1,6 +1,10 @@
 """What the command line's HTTP client makes of a gateway's answers, and of what is not an answer."""
 
+import contextlib
 import socket
+import ssl
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from services.runtime.api_client import (
     post_events,
 )
 from services.runtime.errors import ConfigError
+from services.runtime.tls import TlsFiles, client_context
+from tests.certificates import Authority
 
 
 def test_a_document_and_a_status(api: Any) -> None:
@@ -47,6 +53,51 @@ def test_an_address_without_a_server_and_one_that_is_silent() -> None:
         get_json(url, "/x", timeout_s=5)
     with pytest.raises(ConfigError, match="must name a host"):
         get_json("http:///x", "/x", timeout_s=5)
+
+
+@contextlib.contextmanager
+def tls_server(files: TlsFiles, *, asks: bool = False) -> Iterator[int]:
+    """The port of a server that speaks TLS and answers nothing; `asks` for a certificate of the same CA."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.ca) if asks else None)
+    context.load_cert_chain(files.cert, files.key)
+    context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as spoken:
+                    spoken.recv(4096)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_what_is_wrong_with_tls_names_the_flag(authority: Authority, tmp_path: Any, api: Any) -> None:
+    ours = client_context(None, None, authority.path)
+
+    def said(url: str, tls: ssl.SSLContext | None) -> str:
+        with pytest.raises(ApiUnreachable) as caught:
+            get_json(url, "/x", timeout_s=5, tls=tls)
+        return caught.value.message
+
+    with tls_server(authority.issue("gateway")) as port:
+        assert "--tls-ca" in said(f"https://127.0.0.1:{port}", client_context(None, None, None))
+        assert "--url begins with https://" in said(f"http://127.0.0.1:{port}", None)
+    with tls_server(authority.issue("elsewhere", hosts=["other.example"])) as port:
+        assert "for another host" in said(f"https://127.0.0.1:{port}", ours)
+    with tls_server(authority.issue("old", days=(-9, -1))) as port:
+        assert "expired" in said(f"https://127.0.0.1:{port}", ours)
+    with tls_server(authority.issue("strict"), asks=True) as port:
+        assert "--tls-cert and --tls-key" in said(f"https://127.0.0.1:{port}", ours)
+        files = Authority(tmp_path / "other").issue("stranger")
+        stranger = client_context(files.cert, files.key, authority.path)
+        assert "--tls-cert and --tls-key" in said(f"https://127.0.0.1:{port}", stranger)
+    assert "does not speak TLS" in said(f"https://127.0.0.1:{api.port}", ours)
 
 
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(api: Any) -> None:
