@@ -17,6 +17,7 @@ from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
 from gateway.edge.grpc_api import INFERENCE_SERVICE, SERVICE_NAMES, InferenceService, account_of, register
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
+from gateway.edge.health import HealthPages
 from gateway.edge.http_api import HttpApi
 from gateway.edge.pages import ClusterPage, OperatorPages
 from gateway.forms.answer_forms import AnswerForms
@@ -35,16 +36,16 @@ from gateway.named.requests import Journals
 from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
+from gateway.operator_choices import health_limits, policies, targets
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.lifecycle import Requests
-from gateway.requests.policies import Policies, RoomLimits
 from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
 from gateway.topology.presence import Presence
-from gateway.topology.trouble_watch import TroubleWatch, circuits
-from gateway.topology.troubles import Found, Troubles
+from gateway.topology.trouble_watch import TroubleWatch, circuits, quarantined, unreadable_keys
+from gateway.topology.troubles import Found, Kind, Troubles
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal_room import JournalRoom
@@ -64,12 +65,8 @@ from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
 from services.runtime.intake import Intake
 from services.runtime.places import Places
-from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
-from services.scheduling.overload import Targets
 from services.scheduling.queue import RequestQueue
-from services.scheduling.routing.price import RoutingSettings
-from services.scheduling.routing.router import Router
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
@@ -120,9 +117,7 @@ class Gateway:
         """Each model has its own, or a full one would hold up the others."""
         self.topology = self._make_topology(catalog)
         self.troubles = Troubles()
-        self._trouble_watch = TroubleWatch(
-            self.troubles, self.topology, self._store, circuits=self._circuits, key_error=self._key_error
-        )
+        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, told=self._told)
         self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
         self.requests = self._make_requests(catalog)
         self._feed = Feed(
@@ -186,13 +181,13 @@ class Gateway:
         for model in catalog:
             self._queues[model.name] = AdmissionQueue(
                 functools.partial(self._make_lane, model.name),
-                order=LaneOrder(config.queue_strategy, tenant_weights=self.door.tenant_weights),
+                order=self._lane_order(),
             )
         return Requests(
             catalog=catalog,
             topology=self.topology,
             queues=self._queues,
-            policies=_policies(config),
+            policies=policies(config),
             placements=self._placements,
             metrics=self.metrics,
             quarantine=self._quarantine,
@@ -201,7 +196,7 @@ class Gateway:
             gateway_incarnation=self.incarnation,
             seed=config.seed,
             slow_request_s=config.slow_request_s,
-            history=History(targets=_targets(config)),
+            history=History(targets=targets(config)),
         )
 
     def _make_journals(self) -> Journals:
@@ -240,7 +235,14 @@ class Gateway:
             topology=self.topology,
             cluster=ClusterPage(*known, store=store, troubles=self.troubles, placements=self._placements),
             dashboard=Dashboard(self._feed, self.requests.log.history),
-            is_ready=self.is_ready,
+            health=HealthPages(
+                self.topology,
+                store,
+                troubles=self.troubles,
+                figures=self._feed.latest,
+                limits=health_limits(self._config),
+                is_ready=self.is_ready,
+            ),
             port=lambda: self.http_port,
         )
 
@@ -332,17 +334,22 @@ class Gateway:
         self.door.check_model(self.door.key_with(key_digest), catalog.name_of(name), asked=name)
         catalog.resolve(name)
 
+    def _lane_order(self) -> LaneOrder:
+        config, weights = self._config, self.door.tenant_weights
+        return LaneOrder(config.queue_strategy, ageing_s=config.priority_ageing_s, tenant_weights=weights)
+
     def _make_lane(self, model: str, name: str) -> Lane:
         config = self._config
         waiting = RequestQueue(
             strategy=config.queue_strategy,
+            ageing_s=config.priority_ageing_s,
             max_waiting=config.max_queued_requests,
             tenant_weights=self.door.tenant_weights,
         )
         return Lane(
             name,
             waiting,
-            targets=_targets(config),
+            targets=targets(config),
             free_share=lambda: self.topology.free_share(model, name),
             num_computing=lambda: self.topology.num_ready("prefill", model) or self.topology.num_ready("decode", model),
         )
@@ -417,13 +424,14 @@ class Gateway:
         await self._batch_store.close()
         await self._store.close()
 
-    def _key_error(self) -> str:
-        """What is wrong with the file of keys as it is now; empty: nothing, or no file is configured."""
+    def _told(self) -> Mapping[Kind, Mapping[str, Found]]:
+        """What other parts know to be wrong."""
         error = None if self.door.key_file is None else self.door.key_file.error
-        return "" if error is None else error.message
-
-    def _circuits(self) -> Mapping[str, Found]:
-        return circuits(self.requests.circuits().values(), self.requests.cut_pairs())
+        return {
+            "api_keys": unreadable_keys("" if error is None else error.message),
+            "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
+            "quarantine": quarantined(self._quarantine.count()),
+        }
 
     def _note_storage(self, use: MemoryUse) -> None:
         limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
@@ -481,20 +489,3 @@ def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatal
             defaults = dict(model.sampling_defaults)
             logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
     return catalog
-
-
-def _targets(config: GatewayConfig) -> Targets:
-    return Targets(config.ttft_target_s or None, config.itl_target_s or None)
-
-
-def _policies(config: GatewayConfig) -> Policies:
-    disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
-    return Policies(
-        router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
-        room=RoomLimits(ahead_s=config.ahead_s, itl_s=config.itl_target_s or None),
-        region=config.region,
-        max_attempts=config.max_attempts,
-        max_request_s=config.max_request_s,
-        failover_wait_s=config.failover_wait_s,
-        max_queue_wait_s=config.max_queue_wait_s,
-    )

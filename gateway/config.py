@@ -126,6 +126,31 @@ class GatewayConfig:
         help="Workers of each role that there should be, such as prefill=2,decode=2. Fewer are a trouble that "
         "/cluster, metrics, tandem status and tandem doctor show; /ready does not fail. Not given: no number.",
     )
+    priority_ageing_s: float = option(
+        number(0, 86_400),
+        default=10.0,
+        help="Seconds of waiting that one level of priority is worth, with --queue-strategy priority: a request that "
+        "has waited this much longer goes before one of the next higher level. 0: levels count for nothing.",
+    )
+    health_max_queued: int | None = option(
+        integer(0), default=None, help="/health?verbose: most requests that wait. Not given: no limit."
+    )
+    health_max_ttft_s: float | None = option(
+        number(0),
+        default=None,
+        help="/health?verbose: 99th percentile of the time to the first token, in seconds. Not given: --ttft-target-s.",
+    )
+    health_max_error_share: float = option(
+        number(0, 1), default=0.05, help="/health?verbose: share of the answers that may fail."
+    )
+    health_max_gpu_c: float = option(
+        number(0, 200), default=85.0, help="/health?verbose: highest temperature of a GPU, in degrees Celsius."
+    )
+    health_min_free_share: float = option(
+        number(0, 1),
+        default=0.01,
+        help="/health?verbose: least part of a GPU's memory, and of the gateway's where it is limited, that is free.",
+    )
     max_queued_requests: int = option(
         integer(0),
         default=1024,

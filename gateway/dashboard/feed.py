@@ -116,6 +116,10 @@ class Feed:
             **self._figures(seconds),
         }
 
+    def latest(self) -> dict[str, float | None]:
+        """Returns the figures of the last second; empty before the first."""
+        return self._series.latest()
+
     async def updates(self, client: str = "") -> AsyncGenerator[bytes, None]:
         """Yields a JSON document each second, as in `snapshot` without what does not change.
 

@@ -77,6 +77,10 @@ class Series:
             {name: [_shown(value) for value in column[-seconds:]] for name, column in self._columns.items()},
         )
 
+    def latest(self) -> dict[str, float | None]:
+        """Returns the figures of the last second; empty before the first."""
+        return {name: _shown(column[-1]) for name, column in self._columns.items() if column}
+
     def _push(self, column: "array[float]", value: float) -> None:
         column.append(value)
         if len(column) > self._seconds:

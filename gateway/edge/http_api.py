@@ -133,7 +133,7 @@ class HttpApi:
         pages = self._starlette(self._pages.routes(has_api=False))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-            if door is not None and not self._pages.is_open(scope["path"]):
+            if door is not None and not self._pages.is_open(scope):
                 try:
                     door.check(header_values(scope["headers"], b"authorization"))
                 except (Unauthenticated, PermissionDenied) as error:
@@ -186,7 +186,7 @@ class HttpApi:
         what is added later.
         """
         path: str = scope["path"]
-        if self._pages.is_open(path):
+        if self._pages.is_open(scope):
             return None
         try:
             key = self._key_of(scope["headers"])

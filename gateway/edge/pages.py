@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
 
 from gateway.access.door import FrontDoor
 from gateway.access.keys import ApiKey
 from gateway.dashboard.pages import Dashboard
+from gateway.edge.health import HealthPages
 from gateway.limits import MAX_NAME_CHARS
 from gateway.models.catalog import ServedModel
 from gateway.observability.metrics import Metrics, content_type_of
@@ -146,7 +149,7 @@ class ClusterPage:
 
 
 class OperatorPages:
-    """Pages of probes and operators. `is_ready` says whether requests can be served, `port` where the API is served."""
+    """Pages of probes and operators. `port` says where the API is served."""
 
     def __init__(
         self,
@@ -155,19 +158,20 @@ class OperatorPages:
         topology: Topology,
         cluster: ClusterPage,
         dashboard: Dashboard,
-        is_ready: Callable[[], bool],
+        health: HealthPages,
         port: Callable[[], int],
     ) -> None:
         self._metrics = metrics
         self._topology = topology
         self._cluster = cluster
         self._dashboard = dashboard
-        self._is_ready = is_ready
+        self._health = health
         self._port = port
 
-    def is_open(self, path: str) -> bool:
-        """Returns whether a page says nothing about a cluster, so that it needs no key."""
-        return path in OPEN_PATHS or self._dashboard.is_open(path)
+    def is_open(self, scope: Scope) -> bool:
+        """Returns whether a request asks for a page that says nothing about a cluster, so that it needs no key."""
+        path: str = scope["path"]
+        return (path in OPEN_PATHS and not _is_verbose(scope)) or self._dashboard.is_open(path)
 
     def routes(self, *, has_api: bool) -> list[BaseRoute]:
         """Returns the pages' routes. `has_api`: the API is served beside them, at the same address."""
@@ -182,10 +186,10 @@ class OperatorPages:
         ]
 
     async def _show_health(self, request: Request) -> Response:
-        return json_response({"status": "alive"})
+        return json_response(self._health.report() if _is_verbose(request.scope) else {"status": "alive"})
 
     async def _show_readiness(self, request: Request) -> Response:
-        is_ready = self._is_ready()
+        is_ready = self._health.is_ready()
         return json_response({"status": "ready" if is_ready else "not ready"}, http_status=200 if is_ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -201,6 +205,12 @@ class OperatorPages:
 
     async def _locate(self, request: Request) -> Response:
         return json_response(await self._cluster.place(request.path_params["name"]))
+
+
+def _is_verbose(scope: Scope) -> bool:
+    """Returns whether the checks are asked for: `?verbose`, with any value but 0 or false."""
+    given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get("verbose", ["false"])
+    return given[-1].lower() not in ("0", "false")
 
 
 async def located(placements: PlacementWriter, request_id: str) -> Placement:

@@ -184,10 +184,22 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str | None
 
 
+class HealthCheck(Exact):
+    """One check; `figure` and `limit` are null where it has none, or nothing is known."""
+
+    name: str
+    ok: bool
+    reason: str
+    figure: float | None
+    limit: float | None
+
+
 class Health(Exact):
-    """The process is alive."""
+    """The process is alive. With `verbose` also what its checks say: `degraded` where one is not ok."""
 
     status: Literal["alive"]
+    health: Literal["ok", "degraded"] | UnsetType = UNSET
+    checks: list[HealthCheck] | UnsetType = UNSET
 
 
 class Readiness(Exact):

@@ -388,10 +388,11 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET /health",
         "showHealth",
-        "The gateway is alive.",
+        "The gateway is alive; with `verbose`, which asks for an admin's key where others do, what its checks say.",
         answer=answers.Health,
-        errors=(400, 431, 500),
+        errors=(400, 401, 403, 431, 500),
         needs_key=False,
+        query=(("verbose", "Given, and not 0 or false: the checks are told too.", {"type": "string"}),),
     ),
     Operation(
         "GET /ready",

@@ -84,7 +84,7 @@ PATHS = (
     "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/x", "/apply-template", "/version", "/tokenizer_info",
     "/tokenizer_info?x", "/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models",
     "/metrics/targets", "/dashboard/requests",
-    "/health", "/ready", "/metrics", "/cluster", "/cluster/requests/x", "/docs",
+    "/health", "/health?verbose", "/ready", "/metrics", "/cluster", "/cluster/requests/x", "/docs",
     "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
     "/v1/completions/", "/v1/completions?x=" + "y" * 2000, "/" + "a" * 9000, "/%ff%fe", "/v1/chat/completions#x", "*",
 )  # fmt: skip

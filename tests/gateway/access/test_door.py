@@ -233,7 +233,7 @@ async def test_what_generates_nothing_needs_a_key_for_the_model_and_counts_as_a_
     )
 
 
-OPERATORS_PAGES = ("/metrics", "/cluster", "/dashboard/data", "/dashboard/requests")
+OPERATORS_PAGES = ("/health?verbose", "/metrics", "/cluster", "/dashboard/data", "/dashboard/requests")
 
 
 async def check_operators_port(base_url, good, bad):

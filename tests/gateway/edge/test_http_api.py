@@ -18,6 +18,7 @@ async def system(make_system, tmp_path):
 
 PAGES = [
     *(("/health", key, 200) for key in ("nobody", "a user")),
+    *(("/health?verbose", key, status) for key, status in (("nobody", 401), ("a user", 403), ("an admin", 200))),
     *(("/ready", key, 503) for key in ("nobody", "a user")),
     *(("/v1/models", key, status) for key, status in (("nobody", 401), ("a user", 200), ("an admin", 200))),
     *(("/openapi.json", key, status) for key, status in (("nobody", 401), ("a user", 200))),

@@ -1,0 +1,40 @@
+"""What an operator's settings mean to the parts of a gateway: its policies, its targets, the limits of its health."""
+
+from gateway.config import GatewayConfig
+from gateway.edge.health import HealthLimits
+from gateway.requests.policies import Policies, RoomLimits
+from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.overload import Targets
+from services.scheduling.routing.price import RoutingSettings
+from services.scheduling.routing.router import Router
+
+
+def targets(config: GatewayConfig) -> Targets:
+    """Returns the times that requests are to keep."""
+    return Targets(config.ttft_target_s or None, config.itl_target_s or None)
+
+
+def policies(config: GatewayConfig) -> Policies:
+    """Returns how requests are placed and tried again."""
+    disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
+    return Policies(
+        router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
+        room=RoomLimits(ahead_s=config.ahead_s, itl_s=config.itl_target_s or None),
+        region=config.region,
+        max_attempts=config.max_attempts,
+        max_request_s=config.max_request_s,
+        failover_wait_s=config.failover_wait_s,
+        max_queue_wait_s=config.max_queue_wait_s,
+    )
+
+
+def health_limits(config: GatewayConfig) -> HealthLimits:
+    """Returns beyond what `/health?verbose` calls something wrong."""
+    given_s = config.health_max_ttft_s
+    return HealthLimits(
+        max_queued=config.health_max_queued,
+        ttft_p99_s=(config.ttft_target_s if given_s is None else given_s) or None,
+        max_error_share=config.health_max_error_share,
+        max_gpu_c=config.health_max_gpu_c,
+        min_free_share=config.health_min_free_share,
+    )
