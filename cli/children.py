@@ -19,6 +19,7 @@ from gateway.models.catalog_file import ModelEntry, read_models_file
 from planning.autoscaler.config import AutoscalerConfig
 from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import last_words, service_manager
+from services.runtime.adapters import check_adapters, write_adapters
 from services.runtime.config import all_settings_of, settings_of
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
@@ -73,24 +74,30 @@ class ModelPlan:
     engine: str
     label: str = ""
     python: str = sys.executable
+    lora: Mapping[str, Path] = field(default_factory=dict)
+    """The folder of each of its adapters by name."""
 
 
 def model_plans(settings: UpSettings) -> list[ModelPlan]:
     """All models to serve, in order. Raises ConfigError for the models file."""
     if settings.models is None:
         engine = settings.decode_worker.engine
-        return [ModelPlan(settings.served_name, settings.model, settings.prefill, settings.decode, engine)]
+        name, path, lora = settings.served_name, settings.model, settings.decode_worker.lora or {}
+        return [ModelPlan(name, path, settings.prefill, settings.decode, engine, lora=lora)]
     plans: list[ModelPlan] = []
     for entry in read_models_file(settings.models):
         taken = {plan.label for plan in plans}
+        engine = entry.engine or settings.decode_worker.engine
+        check_adapters(entry.lora, engine=engine)
         plans.append(
             ModelPlan(
                 entry.name,
                 entry.path,
                 settings.prefill if entry.num_prefill is None else entry.num_prefill,
                 settings.decode if entry.num_decode is None else entry.num_decode,
-                entry.engine or settings.decode_worker.engine,
+                engine,
                 _label(entry, taken),
+                lora=entry.lora,
             )
         )
     return plans
@@ -120,6 +127,7 @@ def worker_specs(
                     **_core_texts(settings, next(shares)),
                     "id": name,
                     "engine": plan.engine,
+                    "lora": write_adapters(plan.lora) or None,
                     "model": plan.path,
                     "model_name": plan.name,
                     "redis": addresses.redis_url,

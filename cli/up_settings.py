@@ -98,6 +98,8 @@ class UpSettings:
     def __post_init__(self) -> None:
         if self.models is not None and (self.model != DEMO_MODEL or self.model_name is not None):
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
+        if self.models is not None and "lora" in self.services:
+            raise ConfigError("--models and --lora are both given; in the file, a model names its adapters itself")
         if self.autoscale is not None and self.models is not None:
             raise ConfigError("--autoscale and --models are both given; the workers of one model can be scaled")
         if self.autoscale is not None and self.autoscale[1] < 2:

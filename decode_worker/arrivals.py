@@ -58,7 +58,12 @@ class Arrivals:
         num_prompt_tokens = len(spec.prompt_token_ids)
         asking = self._worker.command(
             lambda: self._engine.reserve(
-                key, token_ids, num_prompt_tokens=num_prompt_tokens, salt=salt, service_class=spec.service_class
+                key,
+                token_ids,
+                num_prompt_tokens=num_prompt_tokens,
+                salt=salt,
+                service_class=spec.service_class,
+                adapter=spec.adapter,
             )
         )
         try:

@@ -74,6 +74,7 @@ class DecodeLoop(DecodeEngine):
         num_prompt_tokens: int,
         salt: bytes,
         service_class: int = DEFAULT_CLASS,
+        adapter: str = "",
     ) -> "Future[ReservedPages]":
         """Implements DecodeEngine."""
         given = self._pages.ask(key, token_ids, num_prompt_tokens=num_prompt_tokens, salt=salt)

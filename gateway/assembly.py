@@ -58,7 +58,6 @@ from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Store
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
 from services.hub.models import local_model
-from services.hub.source import served_name
 from services.runtime import process, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
@@ -477,7 +476,7 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
     if config.models is not None:
         return tuple(replace(entry, path=local_model(entry.path)) for entry in read_models_file(config.models))
     assert config.model is not None
-    return (ModelEntry(config.model_name or served_name(config.model), config.model),)
+    return (ModelEntry(config.served_name, config.model, lora=config.lora or {}),)
 
 
 def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
-from services.hub.source import model_source
+from services.hub.source import model_source, served_name
+from services.runtime.adapters import adapters
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
@@ -49,6 +50,12 @@ class GatewayConfig:
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
         default=None,
         help="Name of the model in requests; the folder's name if not given.",
+    )
+    lora: Mapping[str, Path] | None = option(
+        adapters(),
+        default=None,
+        help="LoRA adapters of the model, which clients ask for by their names. Its workers need the same setting, and "
+        "read the folders.",
     )
     models: Path | None = option(
         path(), default=None, help="TOML file of several models, instead of --model and --model-name."
@@ -361,11 +368,21 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.models is not None and (self.model is not None or self.model_name is not None):
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
+        if self.models is not None and self.lora is not None:
+            raise ConfigError("--models and --lora are both given; in the file, a model names its adapters itself")
         if self.models is None and self.model is None:
             raise ConfigError("neither --model (TANDEM_MODEL) nor --models (TANDEM_MODELS) is given; one is needed")
+        if self.model is not None and self.served_name in (self.lora or ()):
+            raise ConfigError(f"--lora has an adapter {self.served_name!r}, which is the name of the model itself")
         _ = self.tls, self.secrets
         if self.operator_port is not None and self.tls_ca is None:
             raise ConfigError("--operator-port is given without --tls-ca, which signs operators' certificates")
+
+    @property
+    def served_name(self) -> str:
+        """Name of --model in requests."""
+        assert self.model is not None, "the models are not in a file"
+        return self.model_name or served_name(self.model)
 
     @functools.cached_property
     def secrets(self) -> Secrets | None:

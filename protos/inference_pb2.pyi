@@ -985,6 +985,7 @@ class Model(_message.Message):
     CONTEXT_LENGTH_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in requests."""
     context_length_tokens: _builtins.int
@@ -993,6 +994,8 @@ class Model(_message.Message):
     """Number of token ids."""
     created_unix_s: _builtins.int
     """Unix time at which this gateway began to serve it, in seconds."""
+    parent: _builtins.str
+    """Name of the model that this one, an adapter, changes. Empty: it is no adapter."""
     def __init__(
         self,
         *,
@@ -1000,10 +1003,11 @@ class Model(_message.Message):
         context_length_tokens: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         created_unix_s: _builtins.int = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length_tokens", b"context_length_tokens", "created_unix_s", b"created_unix_s", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length_tokens", b"context_length_tokens", "created_unix_s", b"created_unix_s", "name", b"name", "parent", b"parent", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -346,6 +346,7 @@ class SequenceSpec(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     FORM_PLACE_FIELD_NUMBER: _builtins.int
     REQUEST_SPAN_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
@@ -374,6 +375,8 @@ class SequenceSpec(_message.Message):
     """
     request_span_id: _builtins.int
     """Id of the request's span, under which `kv_transfer.send` is, which lasts longer than one phase. 0: it is under `prefill`."""
+    adapter: _builtins.str
+    """Name of the adapter that it is computed with, which the worker must have. Empty: the model as it is."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -416,10 +419,11 @@ class SequenceSpec(_message.Message):
         tracestate: _builtins.str = ...,
         form_place: _builtins.int = ...,
         request_span_id: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "form_place", b"form_place", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_span_id", b"request_span_id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "adapter", b"adapter", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "form_place", b"form_place", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_span_id", b"request_span_id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
     _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015

@@ -48,6 +48,8 @@ class AttemptSpec(Generic[S]):
     """The model's ends of sequence, as far as they end this answer."""
     request_span_id: int = 0
     """The id of the request's own span; 0: unknown."""
+    adapter: str = ""
+    """The adapter that it is computed with; empty: the model as it is."""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
@@ -87,6 +89,7 @@ def read_spec(
         tracestate=message.tracestate,
         eos_token_ids=eos_token_ids,
         request_span_id=message.request_span_id,
+        adapter=message.adapter,
     )
 
 

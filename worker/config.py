@@ -3,11 +3,13 @@
 import functools
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.hub.source import model_source, served_name
+from services.runtime.adapters import adapters, check_adapters
 from services.runtime.addresses import check_dialled, is_loopback, join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
@@ -118,6 +120,12 @@ class WorkerConfig:
         default=NATIVE,
         help="What computes the model: this project's engine, or vLLM, which must be installed (make install-vllm).",
     )
+    lora: Mapping[str, Path] | None = option(
+        adapters(),
+        default=None,
+        help="LoRA adapters that requests can name instead of the model, with --engine vllm; its gateways and all its "
+        "workers need the same.",
+    )
     page_size: int = option(
         integer(1, 1024), default=16, help="Tokens of a KV page. With vLLM on a CPU, the next multiple of 32."
     )
@@ -185,6 +193,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        check_adapters(self.lora or (), engine=self.engine)
         check_dialled(self.host, self.advertise_host, redis=self.redis)
         if self.advertise_port is not None and not self.port:
             raise ConfigError(

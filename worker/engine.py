@@ -47,6 +47,8 @@ class EngineFacts:
     """Returns what has made the engine useless while nobody used it, from any thread."""
     check: Callable[[Sampling], None] = lambda sampling: None
     """Raises NotOffered for what the engine cannot give."""
+    adapters: frozenset[str] = frozenset()
+    """Names of the adapters that it can compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +251,13 @@ class DecodeEngine(Engine):
         num_prompt_tokens: int,
         salt: bytes,
         service_class: int = DEFAULT_CLASS,
+        adapter: str = "",
     ) -> "Future[ReservedPages]":
         """Sets pages aside for tokens that are to arrive: at once, unless sequences of its class or a better one need
         the pages more.
 
-        The first `num_prompt_tokens` of them are the prompt. Pages are shared with sequences of an equal `salt`. The
+        The first `num_prompt_tokens` of them are the prompt; `adapter` is what the model is changed by, or empty. Pages
+        are shared with sequences of an equal `salt`. The
         future is set on the engine thread; it fails with RequestCancelled if `free` or `withdraw` comes first.
         """
 

@@ -19,7 +19,14 @@ from services.engine.cache.pages import PageCounts
 from services.engine.steps.sequence import Grammar, Sampling, Sequence
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime.clock import Clock
-from services.runtime.errors import InternalError, InvalidRequest, InvariantViolated, TandemError, WorkerUnavailable
+from services.runtime.errors import (
+    InternalError,
+    InvalidRequest,
+    InvariantViolated,
+    NotOffered,
+    TandemError,
+    WorkerUnavailable,
+)
 from services.runtime.page_keys import PageKey, cache_salt
 from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars
@@ -165,6 +172,8 @@ class EngineWorker(ABC, Generic[A]):
     def _check(self, spec: AttemptSpec[Sampling], *, num_new_tokens: int) -> None:
         """Raises InvalidRequest for what the model cannot compute, with `num_new_tokens` after the prompt."""
         self.facts.check(spec.sampling)
+        if spec.adapter and spec.adapter not in self.facts.adapters:
+            raise NotOffered(f"the {self.name} does not have the adapter {spec.adapter!r}", field="model")
         limits = self.facts.limits
         limits.check_fits(len(spec.prompt_token_ids), num_new_tokens)
         limits.check_token_ids(spec.prompt_token_ids)
@@ -184,6 +193,7 @@ class EngineWorker(ABC, Generic[A]):
             emitted_token_ids=emitted_token_ids,
             grammar=grammar,
         )
+        sequence.adapter = spec.adapter
         return sequence, self.salt(spec)
 
     def salt(self, spec: AttemptSpec[Sampling]) -> bytes:

@@ -63,6 +63,11 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters that it can be computed with."""
+        ...
+
+    @property
     def loss(self) -> TandemError | None:
         """What has made the engine useless while nobody used it, from any thread."""
         ...

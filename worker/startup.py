@@ -108,7 +108,7 @@ class Common(Generic[C, R, E]):
     def facts(self) -> EngineFacts:
         """What its worker knows of the engine."""
         model = self.model
-        return EngineFacts(model.limits, model.fingerprint, lambda: model.loss, model.check)
+        return EngineFacts(model.limits, model.fingerprint, lambda: model.loss, model.check, model.adapters)
 
     def watch(self) -> None:
         """Has metrics read what belongs to no role."""

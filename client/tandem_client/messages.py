@@ -218,7 +218,7 @@ def _usage(message: inference_pb2.Usage) -> Usage:
 def models_of(message: inference_pb2.ListModelsResponse) -> tuple[ModelInfo, ...]:
     """The served models."""
     return tuple(
-        ModelInfo(model.name, model.context_length_tokens, model.vocab_size, model.created_unix_s)
+        ModelInfo(model.name, model.context_length_tokens, model.vocab_size, model.created_unix_s, model.parent)
         for model in message.models
     )
 

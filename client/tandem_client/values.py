@@ -291,6 +291,8 @@ class ModelInfo:
     """Most tokens of prompt and answer together."""
     vocab_size: int
     created_unix_s: int
+    parent: str = ""
+    """Name of the model that this one, an adapter, changes; empty: it is no adapter."""
 
 
 @dataclass(frozen=True, slots=True)

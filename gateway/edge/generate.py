@@ -58,6 +58,11 @@ class Answers(ABC):
     start_id: str = ""
     """The id of the event after which the client reads, for a request whose parts have ids."""
 
+    @property
+    def named_model(self) -> str:
+        """The name under which the model that answers is told: that of its adapter, where one changes it."""
+        return self.specs[0].facts.adapter or self.model
+
     @abstractmethod
     def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
         """Yields the parts of all answers as they come; use with `contextlib.aclosing`.

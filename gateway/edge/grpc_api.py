@@ -211,6 +211,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         context_length_tokens=limits.context_length_tokens,
                         vocab_size=limits.vocab_size,
                         created_unix_s=self._created_unix_s,
+                        parent=model.name if name in model.adapters else "",
                     )
                 )
             return inference_pb2.ListModelsResponse(models=models)
@@ -337,7 +338,7 @@ def _told(answers: Answers) -> tuple[tuple[str, str], ...]:
     To be sent with the first message and not before: a client's gRPC does not try again what the server has begun to
     answer.
     """
-    said = [("x-tandem-model", header_value(answers.model))]
+    said = [("x-tandem-model", header_value(answers.named_model))]
     if answers.fallback:
         said.append(("x-tandem-fallback", header_value(answers.fallback)))
     if answers.traceparent:

@@ -263,7 +263,7 @@ class HttpApi:
         self, exchange: Exchange, answers: Answers, request: RequestBody, writer_type: type[Writer]
     ) -> None:
         """Sends all answers, as a stream or whole."""
-        exchange.add_header(b"x-tandem-model", header_value(answers.model))
+        exchange.add_header(b"x-tandem-model", header_value(answers.named_model))
         if answers.fallback:
             exchange.add_header(b"x-tandem-fallback", header_value(answers.fallback))
         writer = self._writer(answers, request, writer_type)
@@ -280,7 +280,7 @@ class HttpApi:
         fingerprint = self._fingerprints.get(model.name)
         if fingerprint is None:
             fingerprint = self._fingerprints[model.name] = system_fingerprint(model)
-        head = Head(answers.request_id, answers.created_unix_s, model.name, fingerprint)
+        head = Head(answers.request_id, answers.created_unix_s, answers.named_model, fingerprint)
         prompts = [spec.prompt_token_ids for spec in answers.specs]
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 

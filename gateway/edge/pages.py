@@ -72,7 +72,7 @@ class ApiPages:
         return json_response(self._model(name, catalog.resolve(name)))
 
     def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
-        """Returns a model under one of its names; `root` is its own."""
+        """Returns a model under one of its names; `root` is its own, `parent` that of what an adapter changes."""
         return {
             "id": name,
             "object": "model",
@@ -82,6 +82,7 @@ class ApiPages:
             "created_at": datetime.fromtimestamp(self._created_unix_s, UTC).isoformat(),
             "owned_by": "tandem",
             "root": model.name,
+            "parent": model.name if name in model.adapters else None,
             "max_model_len": self._requests.limits(model).context_length_tokens,
             "sampling_defaults": model.sampling_defaults,
         }

@@ -33,6 +33,8 @@ class ServedModel:
     facts: ModelFacts | None = None
     """The facts that its workers must agree with; None: nothing is compared."""
     aliases: tuple[str, ...] = ()
+    adapters: frozenset[str] = frozenset()
+    """Names under which the model answers as one of its adapters has changed it."""
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class ModelCatalog:
         self.max_tokenize_chars = max_tokenize_chars
         """The most characters of a text that becomes tokens for their own sake."""
         self._models = {model.name: model for model in models}
-        self._by_any_name = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._by_any_name = {name: model for model in models for name in _names(model)}
         self._only = models[0] if len(models) == 1 else None
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -59,7 +61,7 @@ class ModelCatalog:
         return self._models[name]
 
     def names(self) -> Iterator[tuple[str, ServedModel]]:
-        """(name or alias, model) for all of them; a model's own name comes before its aliases."""
+        """(any name, model) for all of them; a model's own name comes before its aliases, and they before adapters."""
         return iter(self._by_any_name.items())
 
     def name_of(self, name: str | None) -> str:
@@ -69,6 +71,11 @@ class ModelCatalog:
         """
         model = self._by_any_name.get(name) if name else self.resolve(None)
         return model.name if model is not None else name or ""
+
+    def adapter_of(self, name: str | None) -> str:
+        """Returns the adapter that a client means by a model's name; empty: none."""
+        model = self._by_any_name.get(name) if name else None
+        return name if name and model is not None and name in model.adapters else ""
 
     def resolve(self, name: str | None) -> ServedModel:
         """Returns the model that a client means; without a name, the only one.
@@ -88,6 +95,12 @@ class ModelCatalog:
             check_text(name, field_name="model")
             raise NotFound(f"the model {name[:MAX_NAME_CHARS]!r} does not exist", field="model", code="model_not_found")
         return model
+
+
+def _names(model: ServedModel) -> Iterator[str]:
+    yield model.name
+    yield from model.aliases
+    yield from sorted(model.adapters)
 
 
 def load_catalog(
@@ -122,6 +135,7 @@ def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedMode
         tokenizer_fingerprint=files.facts.tokenizer,
         facts=files.facts,
         aliases=entry.aliases,
+        adapters=frozenset(entry.lora),
         fallbacks=entry.fallbacks,
         fallback_after_s=entry.fallback_after_s,
         sampling_defaults=read_defaults(entry.path, generation_config),

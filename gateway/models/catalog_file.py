@@ -7,6 +7,7 @@
     fallback = ["small"]          # tried in this order where "large" is overloaded or has no worker
     fallback_after_s = 1.0        # longest wait for room before that
     engine = "vllm"               # what computes it in the workers that `tandem up` starts; --engine if not said
+    lora = {sql = "loras/sql"}    # with vLLM: adapters, by the names that clients use
     prefill = 1                   # how many of these are started
     decode = 2
 
@@ -14,7 +15,7 @@ Reads the file and nothing that it names; what is in a model's folder is `gatewa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Never
 
@@ -22,6 +23,7 @@ from msgspec import Meta, Struct
 
 from services.hub.source import model_source
 from services.runtime import toml_file
+from services.runtime.adapters import MAX_ADAPTERS
 from services.runtime.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
@@ -57,6 +59,8 @@ class ModelEntry:
     num_prefill: int | None = None
     num_decode: int | None = None
     engine: str | None = None
+    lora: Mapping[str, Path] = field(default_factory=dict)
+    """The folder of each adapter by the name that clients use."""
 
 
 class _ModelTable(Struct, forbid_unknown_fields=True):
@@ -72,6 +76,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] | None = None
     decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] | None = None
     engine: Literal["native", "vllm"] | None = None
+    lora: Annotated[dict[_Name, Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Meta(max_length=MAX_ADAPTERS)] = {}
 
     def entry(self, folder: Path) -> ModelEntry:
         """The model; a relative path begins at `folder`."""
@@ -84,6 +89,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
             num_prefill=self.prefill,
             num_decode=self.decode,
             engine=self.engine,
+            lora={name: folder / Path(path).expanduser() for name, path in self.lora.items()},
         )
 
 
@@ -116,6 +122,9 @@ def _check_folders(entries: Sequence[ModelEntry]) -> None:
     for number, entry in enumerate(entries):
         if not entry.path.is_dir():
             _refuse(f"model[{number}].path", entry.path, "a folder that exists")
+        for name, folder in entry.lora.items():
+            if not folder.is_dir():
+                _refuse(f"model[{number}].lora.{name}", folder, "a folder that exists")
 
 
 def _check_names(entries: Sequence[ModelEntry]) -> None:
@@ -127,10 +136,15 @@ def _check_names(entries: Sequence[ModelEntry]) -> None:
         named[entry.name] = f"model[{number}]"
     for number, entry in enumerate(entries):
         for position, alias in enumerate(entry.aliases):
-            field = f"model[{number}].aliases[{position}]"
+            place = f"model[{number}].aliases[{position}]"
             if alias in named:
-                _refuse(field, alias, f"another name than {named[alias]} has already")
-            named[alias] = field
+                _refuse(place, alias, f"another name than {named[alias]} has already")
+            named[alias] = place
+        for name in entry.lora:
+            place = f"model[{number}].lora.{name}"
+            if name in named:
+                _refuse(place, name, f"another name than {named[name]} has already")
+            named[name] = place
 
 
 def _check_fallbacks(entries: Sequence[ModelEntry]) -> None:
@@ -142,15 +156,15 @@ def _check_fallbacks(entries: Sequence[ModelEntry]) -> None:
     chains = {entry.name: entry.fallbacks for entry in entries}
     for number, entry in enumerate(entries):
         for position, name in enumerate(entry.fallbacks):
-            field = f"model[{number}].fallback[{position}]"
+            place = f"model[{number}].fallback[{position}]"
             if name not in chains:
-                _refuse(field, name, f"the name (no alias) of a model of this file: {', '.join(chains)}")
+                _refuse(place, name, f"the name (no alias) of a model of this file: {', '.join(chains)}")
             if name in entry.fallbacks[:position]:
-                _refuse(field, name, "named only once")
+                _refuse(place, name, "named only once")
             way = _way(chains, name, entry.name)
             if way is not None:
                 cycle = " -> ".join((entry.name, *way))
-                _refuse(field, name, f"a model that does not fall back to this one again ({cycle})")
+                _refuse(place, name, f"a model that does not fall back to this one again ({cycle})")
 
 
 def _way(chains: Mapping[str, Sequence[str]], start: str, goal: str) -> list[str] | None:

@@ -37,7 +37,7 @@ Word = Refused | Harmless
 
 _NO_TOKENS = "tokens cannot be named by their text; use logit_bias or allowed_token_ids"
 _NO_SAMPLER = "this server has no such sampler; use temperature, top_k, top_p or min_p"
-_NO_LORA = "adapters are not chosen by requests; name a model of /v1/models"
+_NO_LORA = "model chooses an adapter, by its name; /v1/models lists them"
 _NO_THINKING = "use reasoning_effort, or enable_thinking in chat_template_kwargs, where the model's template knows them"
 _AS_IS = "reasoning comes apart from the answer, as reasoning_content"
 _USE_FORMAT = "use response_format"

@@ -147,7 +147,7 @@ class Prompt(Exact):
 
 
 class Model(Exact):
-    """A model under one of its names; `root` is its own."""
+    """A model under one of its names; `root` is its own, `parent` that of the model which an adapter changes."""
 
     id: str
     object: Literal["model"]
@@ -157,6 +157,7 @@ class Model(Exact):
     created_at: str
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
     sampling_defaults: dict[str, float]
     """Values for requests without these fields, by the fields' names."""

@@ -96,7 +96,9 @@ class RunningAnswer:
         self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
         facts = spec.facts
-        self.cache_salt = sharers(tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt)
+        self.cache_salt = sharers(
+            tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt, adapter=facts.adapter
+        )
         """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """The keys of the prompt's full pages by (layout fingerprint, page size)."""
@@ -175,6 +177,7 @@ class RunningAnswer:
             request_span_id=0 if spec.span.context is None else spec.span.context.span_id,
             cache_salt=self.cache_salt,
             service_class=self.queue_entry.service_class,
+            adapter=spec.facts.adapter,
         )
 
     def note_routes(self, routes: Sequence[Route]) -> Sequence[Route]:

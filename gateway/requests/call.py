@@ -109,7 +109,8 @@ class Call(msgspec.Struct, kw_only=True):
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What stays true of a request wherever it runs: made when it is accepted, and passed whole from then on.
 
-    A journal keeps it under these names. `operation` is what its API calls it; the others are as in `Call`.
+    A journal keeps it under these names. `operation` is what its API calls it, and `adapter` names what its model is
+    changed by, or is empty; the others are as in `Call`.
     """
 
     operation: str
@@ -119,6 +120,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
 
     @classmethod
     def of(cls, source: object) -> "RequestFacts":
@@ -266,6 +268,7 @@ class AcceptedCall:
     def fall_back(self, specs: list[AnswerSpec], fallback: str) -> None:
         """Takes the answers of another model; none of the earlier ones has given a token."""
         self.specs = specs
+        self.facts = specs[0].facts
         self.model = specs[0].model
         self.fallback = fallback
         self.span.add_event("fallback", {"tandem.fallback": fallback})
@@ -326,6 +329,7 @@ class AcceptedCall:
             "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
             "tandem.tenant": self.facts.tenant,
+            "tandem.adapter": self.facts.adapter,
             "tandem.fallback": self.fallback,
         }
         said.update((name, value) for name, value in rarely.items() if value)

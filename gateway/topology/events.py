@@ -34,6 +34,8 @@ class SequenceOrder(msgspec.Struct):
     """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
     request_span_id: int = 0
     """The id of the request's own span; 0: unknown."""
+    adapter: str = ""
+    """What the model is changed by; empty: nothing."""
     message: Any = None
     """The order as `wire` has encoded it, once for both workers."""
 

@@ -47,6 +47,7 @@ def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             eos_token_ids=order.eos_token_ids,
             cache_salt=order.cache_salt,
             service_class=order.service_class,
+            adapter=order.adapter,
         )
         # A message that is given to another one's constructor is encoded and parsed again.
         message.id.request_id, message.id.attempt = order.key

@@ -86,6 +86,11 @@ class EngineParts:
         return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """Implements LoadedModel: this engine computes models as they are."""
+        return frozenset()
+
+    @property
     def loss(self) -> TandemError | None:
         """What has made this engine useless while nobody used it: the end of a rank."""
         return None if self.ranks is None else self.ranks.loss

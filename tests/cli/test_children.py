@@ -287,3 +287,23 @@ def test_the_gateway_goes_first_and_workers_give_nobody_way() -> None:
     assert "--nice=-10" in gateway_spec(settings, ADDRESSES, {}).command
     for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
         assert not any(flag.startswith("--nice") for flag in spec.command)
+
+
+def test_workers_have_the_adapters_of_their_models(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(
+        '[[model]]\nname = "a"\npath = "."\nengine = "vllm"\nlora = {sql = "."}\n[[model]]\nname = "b"\npath = "."\n'
+    )
+    settings = up(f"--models={tmp_path / 'models.toml'}")
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
+    told = [[flag for flag in spec.command if flag.startswith("--lora")] for spec in specs]
+    assert told == [[f"--lora=sql={tmp_path}"]] * 2 + [[]] * 2
+    one = up("--engine=vllm", f"--lora=sql={tmp_path}")
+    for spec in (*worker_specs(one, model_plans(one), ADDRESSES, {}, MACHINE), gateway_spec(one, ADDRESSES, {})):
+        assert f"--lora=sql={tmp_path}" in spec.command
+
+
+def test_a_model_of_the_native_engine_has_no_adapters(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text('[[model]]\nname = "a"\npath = "."\nlora = {sql = "."}\n')
+    assert len(model_plans(up(f"--models={tmp_path / 'models.toml'}", "--engine=vllm"))) == 1
+    with pytest.raises(ConfigError, match="adapters sql, and its engine is native"):
+        model_plans(up(f"--models={tmp_path / 'models.toml'}"))

@@ -37,6 +37,8 @@ def test_settings_come_from_flags_and_variables() -> None:
         (["--redis", "http://x"], "--redis"),
         (["--models", "m.toml", "--model", "/m"], "--models and --model"),
         (["--models", "m.toml", "--model-name", "m"], "--models and --model"),
+        (["--models", "m.toml", "--lora", "sql=a", "--engine", "vllm"], "--models and --lora"),
+        (["--lora", "sql=a"], "adapters sql, and its engine is native"),
         (["--seed", "-1"], "--seed"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

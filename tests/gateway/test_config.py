@@ -19,6 +19,8 @@ def loaded(*flags: str) -> GatewayConfig:
         ([], r"neither --model \(TANDEM_MODEL\) nor --models"),
         (["--models=m.toml", "--model=/m"], "the models are one of them"),
         (["--models=m.toml", "--model-name=m"], "the models are one of them"),
+        (["--models=m.toml", "--lora=sql=a"], "--models and --lora are both given"),
+        (["--model=/m", "--lora=m=a"], "an adapter 'm', which is the name of the model itself"),
         (["--model=/m", "--operator-port=0"], "without --tls-ca"),
         (["--model=/m", "--tls-cert=/c"], "--tls-key"),
         (["--model=/m", "--routing=best"], "--routing is 'best' but must be one of hybrid, "),

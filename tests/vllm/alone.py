@@ -1,6 +1,7 @@
 """vLLM by itself, as a program: greedy answers of a checkpoint to prompts, in the same number type.
 
 Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n}` on standard input and writes the answers' token ids.
+With `"adapter": folder`, they are the answers of the model as that LoRA adapter changes it.
 """
 
 import json
@@ -17,9 +18,11 @@ os.environ.update(
 )
 
 from vllm import LLM, SamplingParams  # it reads the variables when it is imported
+from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
+    adapter = asked.get("adapter")
     llm = LLM(
         asked["model"],
         dtype="float32",
@@ -27,10 +30,12 @@ if __name__ == "__main__":
         skip_tokenizer_init=True,
         max_num_seqs=8,
         enable_prefix_caching=False,
+        **({} if adapter is None else {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     )
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in asked["prompts"]],
         SamplingParams(temperature=0, max_tokens=asked["num_tokens"], ignore_eos=True, detokenize=False),
         use_tqdm=False,
+        lora_request=None if adapter is None else LoRARequest("adapter", 1, adapter),
     )
     json.dump([list(output.outputs[0].token_ids) for output in outputs], sys.stdout)

@@ -27,6 +27,7 @@ def test_a_spec_becomes_plain_data_with_the_defaults_of_absent_fields() -> None:
     assert read.key == AttemptKey("r", 1)
     assert (read.prompt_token_ids, read.emitted_token_ids, read.traceparent) == ([1, 2], [9], "00-x")
     assert read.sampling == SamplingParams(max_tokens=3, stop_token_ids=frozenset())
+    assert (read.adapter, read_spec(spec(adapter="sql"), SamplingParams).adapter) == ("", "sql")
     assert 0.5 < read.deadline.remaining_s() <= 1.0
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from services.runtime import config
@@ -21,3 +23,13 @@ def test_settings_have_sane_defaults_and_exclude_each_other() -> None:
         config.load(WorkerConfig, [*REQUIRED, "--kv-pages=5", "--kv-memory=1GiB"], prog="test", environ={})
     with pytest.raises(ConfigError, match="--id"):
         config.load(WorkerConfig, ["--id", "Not An Id", "--model", "x"], prog="test", environ={})
+
+
+def test_adapters_come_in_several_flags_or_one_and_need_vllm() -> None:
+    flags = [*REQUIRED, "--engine=vllm", "--lora=sql=a", "--lora", "law=b,team/x=c"]
+    lora = config.load(WorkerConfig, flags, prog="test", environ={}).lora
+    assert lora == {"sql": Path("a"), "law": Path("b"), "team/x": Path("c")}
+    with pytest.raises(ConfigError, match="adapters sql, and its engine is native"):
+        config.load(WorkerConfig, [*REQUIRED, "--lora=sql=a"], prog="test", environ={})
+    with pytest.raises(ConfigError, match="--lora is 'sql' but must be NAME=DIR"):
+        config.load(WorkerConfig, [*REQUIRED, "--engine=vllm", "--lora=sql"], prog="test", environ={})

@@ -14,6 +14,7 @@ from services.runtime.errors import (
     InternalError,
     InvalidRequest,
     InvariantViolated,
+    NotOffered,
     RequestCancelled,
     TandemError,
     WorkerLost,
@@ -268,3 +269,14 @@ async def test_a_report_updates_pages_and_names_whoever_listens(make_bench: Call
     changes = PageChanges((b"new",), (b"old",))  # type: ignore[arg-type]
     bench.worker._note_step(StepReport(0, 10, PageCounts(4, 1, 2, 0, 1), changes), num_sequences=1, num_tokens=3)
     assert bench.changes == [((b"new",), (b"old",))]
+
+
+async def test_an_adapter_that_the_engine_does_not_have_is_refused(make_bench: Callable[..., Bench]) -> None:
+    worker = make_bench().worker
+    worker.facts = EngineFacts(LIMITS, "a model", adapters=frozenset({"sql"}))
+    worker._check(spec(adapter="sql"), num_new_tokens=4)
+    with pytest.raises(NotOffered, match="'law'") as refused:
+        worker._check(spec(adapter="law"), num_new_tokens=4)
+    assert refused.value.field == "model"
+    sequence, _ = worker._sequence(spec(adapter="sql"), None, [])
+    assert sequence.adapter == "sql"

@@ -65,7 +65,14 @@ class Core(Protocol):
         ...
 
     def add_awaited(
-        self, request_id: str, token_ids: list[int], on_blocks: OnBlocks, *, salt: bytes, service_class: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        on_blocks: OnBlocks,
+        *,
+        salt: bytes,
+        service_class: int,
+        adapter: str = "",
     ) -> None:
         """Asks for blocks for tokens whose KV arrives by a transfer; nothing is computed until `arrived`."""
         ...

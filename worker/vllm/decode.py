@@ -51,6 +51,7 @@ class VllmDecode(DecodeEngine):
         num_prompt_tokens: int,
         salt: bytes,
         service_class: int = DEFAULT_CLASS,
+        adapter: str = "",
     ) -> "Future[ReservedPages]":
         """Implements DecodeEngine."""
         given: Future[ReservedPages] = Future()
@@ -62,7 +63,9 @@ class VllmDecode(DecodeEngine):
             given.set_result(ReservedPages(block_ids[:num_pages], num_cached_tokens))
 
         request_id = self._id_of[key] = next(self._ids)
-        self._core.add_awaited(request_id, token_ids, on_blocks, salt=salt, service_class=service_class)
+        self._core.add_awaited(
+            request_id, token_ids, on_blocks, salt=salt, service_class=service_class, adapter=adapter
+        )
         return given
 
     def withdraw(self, key: Hashable) -> None:

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from services.runtime.identity import AnswerIdentity
 from services.runtime.model_facts import read_json_object
 from worker.config import WorkerConfig
 from worker.engine import DecodeReport, PrefillReport
+from worker.vllm.adapters import ADAPTER_CONFIG, load_adapters, lora_arguments
 from worker.vllm.blocks import BlockGenerations, BlockMemory
 from worker.vllm.decode import VllmDecode
 from worker.vllm.installed import own_version
@@ -69,6 +70,7 @@ class VllmSettings:
     gpu_memory_share: float = 1.0
     threads: int | None = None
     tensor_parallel: int = 1
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     step_tokens: int = 512
     max_batch: int = 64
 
@@ -86,6 +88,7 @@ class VllmSettings:
             gpu_memory_share=settings.gpu_memory_share,
             threads=settings.threads or (None if settings.cores is None else len(settings.cores)),
             tensor_parallel=settings.tensor_parallel,
+            adapters=settings.lora or {},
             step_tokens=settings.chunk_tokens,
             max_batch=max_batch,
         )
@@ -108,7 +111,13 @@ class VllmModel:
         self.allocator = BlockGenerations(num_blocks)
         # OpenMP has a number of threads for each thread; vLLM's kernels break off where it is not that of their plan.
         claim_thread = functools.partial(set_num_threads, torch.get_num_threads())
-        self._running = RunningCore(core, on_preempted=self.allocator.end_use, claim_thread=claim_thread)
+        self._running = RunningCore(
+            core,
+            on_preempted=self.allocator.end_use,
+            claim_thread=claim_thread,
+            adapters=load_adapters(settings.adapters, core),
+        )
+        self.adapters = frozenset(settings.adapters)
         self.parallelism = Parallelism(settings.tensor_parallel)
         self.limits = SequenceLimits(
             config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size
@@ -118,7 +127,8 @@ class VllmModel:
         self._dtype = str(self.pool.layout.dtype).removeprefix("torch.")
         self._arithmetic = _arithmetic(config, core)
         self._weights = weights_digest(settings.model_dir)
-        self.fingerprint = _fingerprint(self._weights, self._arithmetic, self.pool)
+        digests = (f"{name}|{weights_digest(path, ADAPTER_CONFIG)}" for name, path in sorted(settings.adapters.items()))
+        self.fingerprint = _fingerprint("|".join((self._weights, *digests)), self._arithmetic, self.pool)
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -239,6 +249,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
         "enforce_eager": is_cpu,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
+        **lora_arguments(settings.adapters, settings.model_dir, is_cpu=is_cpu),
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         "kv_transfer_config": KVTransferConfig(
             kv_connector="TandemConnector",
@@ -327,10 +338,10 @@ def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
 
 
 @functools.cache
-def weights_digest(folder: Path) -> str:
-    """Returns 32 hex digits over config.json and every byte of the weights' files. Raises ModelError."""
+def weights_digest(folder: Path, config: str = "config.json") -> str:
+    """Returns 32 hex digits over the config and every byte of the weights' files. Raises ModelError."""
     digest = xxhash.xxh3_128()
-    files = [folder / "config.json", *sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)]
+    files = [folder / config, *sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)]
     try:
         for path in files:
             digest.update(path.name.encode())

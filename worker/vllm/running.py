@@ -8,10 +8,12 @@ another one is put.
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -28,22 +30,39 @@ from worker.vllm.names import BlockNames
 from worker.vllm.sampling import TokenChoice, sampling_params
 
 
+class _Asked(NamedTuple):
+    """What vLLM is asked to compute, at most `max_tokens` tokens behind `token_ids`."""
+
+    token_ids: list[int]
+    max_tokens: int
+    salt: bytes
+    service_class: int
+    adapter: str
+
+
 class RunningCore:
     """An EngineCore with a TandemConnector.
 
     `claim_thread` is called on each thread before the first step there, such as the engine thread after the one that
     has loaded the model.
     `on_preempted` is called with the blocks that a held request has just lost, before any of them is written to.
+    `adapters` are those that requests name.
     """
 
     def __init__(
-        self, core: EngineCore, *, on_preempted: Callable[[tuple[int, ...]], None], claim_thread: Callable[[], None]
+        self,
+        core: EngineCore,
+        *,
+        on_preempted: Callable[[tuple[int, ...]], None],
+        claim_thread: Callable[[], None],
+        adapters: Mapping[str, LoRARequest] = MappingProxyType({}),
     ) -> None:
         scheduler = core.scheduler
         assert isinstance(scheduler, Scheduler), "the settings name no other scheduler"
         connector = scheduler.connector
         assert isinstance(connector, TandemConnector), "the settings name this connector"
         self._core = core
+        self._adapters = adapters
         self._claim_thread = claim_thread
         self._thread_id = 0
         self._scheduler = scheduler
@@ -68,12 +87,14 @@ class RunningCore:
 
     def add(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> None:
         """Implements Core."""
-        self._add(request_id, sequence.token_ids, TokenChoice(sequence), _num_left(sequence), salt, service_class)
+        asked = _Asked(sequence.token_ids, _num_left(sequence), salt, service_class, sequence.adapter)
+        self._add(request_id, asked, TokenChoice(sequence))
 
     def add_held(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> tuple[int, ...]:
         """Implements Core."""
         self._books.hold(request_id)
-        request = self._add(request_id, sequence.prompt_token_ids, TokenChoice(sequence), 1, salt, service_class)
+        asked = _Asked(sequence.prompt_token_ids, 1, salt, service_class, sequence.adapter)
+        request = self._add(request_id, asked, TokenChoice(sequence))
         # They are sent before the prompt has its turn, and must not be given to another one until then.
         (cached,) = self._cache.get_computed_blocks(request)[0].blocks
         self._pool.touch(cached)
@@ -81,7 +102,14 @@ class RunningCore:
         return tuple(block.block_id for block in cached)
 
     def add_awaited(
-        self, request_id: str, token_ids: list[int], on_blocks: OnBlocks, *, salt: bytes, service_class: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        on_blocks: OnBlocks,
+        *,
+        salt: bytes,
+        service_class: int,
+        adapter: str = "",
     ) -> None:
         """Implements Core."""
 
@@ -90,7 +118,7 @@ class RunningCore:
             on_blocks(block_ids, num_cached_tokens)
 
         self._books.await_tokens(request_id, len(token_ids), note)
-        self._add(request_id, token_ids, TokenChoice(), 1, salt, service_class)
+        self._add(request_id, _Asked(token_ids, 1, salt, service_class, adapter), TokenChoice())
 
     def arrived(self, request_id: str, sequence: Sequence) -> None:
         """Implements Core."""
@@ -159,29 +187,21 @@ class RunningCore:
     def _num_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks) - 1  # the first is vLLM's own, for places that mean nothing
 
-    def _add(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        choice: TokenChoice,
-        max_tokens: int,
-        salt: bytes,
-        service_class: int,
-    ) -> Request:
+    def _add(self, request_id: str, asked: "_Asked", choice: TokenChoice) -> Request:
         self._choices[request_id] = choice
-        asked = EngineCoreRequest(
+        wanted = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=list(asked.token_ids),
             mm_features=None,
-            sampling_params=sampling_params(choice, max_tokens=max_tokens),
+            sampling_params=sampling_params(choice, max_tokens=asked.max_tokens),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=salt.hex(),
+            lora_request=self._adapters[asked.adapter] if asked.adapter else None,
+            cache_salt=asked.salt.hex(),
             data_parallel_rank=None,
-            priority=service_class,
+            priority=asked.service_class,
         )
-        request, wave = self._core.preprocess_add_request(asked)
+        request, wave = self._core.preprocess_add_request(wanted)
         self._core.add_request(request, wave)
         return request
 
@@ -217,7 +237,7 @@ class _NamesBlocks(EventPublisher):
         """Passes on what a step has stored and removed."""
         for event in events.events:
             if isinstance(event, BlockStored):
-                # A request's salt stands in the hash of its first block, and is the only thing there.
+                # A request's salt stands at the end of what the hash of its first block is made of beside tokens.
                 first = (event.extra_keys or (None,))[0]
                 salt = bytes.fromhex(first[-1]) if event.parent_block_hash is None and first else None
                 self._names.stored(event.block_hashes, event.token_ids, parent=event.parent_block_hash, salt=salt)

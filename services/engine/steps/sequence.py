@@ -82,6 +82,7 @@ class Sequence:
         "_generated_counts",
         "_num_counted_tokens",
         "_prompt_token_set",
+        "adapter",
         "grammar",
         "mask_s",
         "num_computed_tokens",
@@ -111,6 +112,8 @@ class Sequence:
         self.sequence_id = sequence_id
         self.sampling = sampling
         self.grammar = grammar
+        self.adapter = ""
+        """What the model is changed by; empty: nothing."""
         self.mask_s = 0.0
         """Seconds that the grammar has taken since `take_mask_s`."""
         self.token_ids: list[int] = list(prompt_token_ids)

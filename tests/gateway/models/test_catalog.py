@@ -57,3 +57,13 @@ def test_a_header_holds_any_name_and_nothing_else(text, value):
     assert header_value(text) == value
     assert value.isascii()
     assert value.isprintable()
+
+
+def test_an_adapters_name_leads_to_its_model_and_tells_the_adapter(model_folder):
+    entry = ModelEntry("a", model_folder, aliases=("x",), lora={"sql": model_folder, "law": model_folder})
+    catalog = load_catalog([entry])
+    assert [name for name, _ in catalog.names()] == ["a", "x", "law", "sql"]
+    assert catalog.resolve("sql") is catalog["a"]
+    assert [catalog.adapter_of(name) for name in ("a", "x", "sql", "law", "none", "", None)] == [
+        "", "", "sql", "law", "", "", "",
+    ]  # fmt: skip

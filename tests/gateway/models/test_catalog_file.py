@@ -1,6 +1,7 @@
 """The models file: what it says, and one row per mistake with the field and the rule that the error names."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ fallback_after_s = 2
 engine = "vllm"
 prefill = 0
 decode = 3
+lora = {sql = "models/small", law = "/"}
 
 [[model]]
 name = "medium"
@@ -52,6 +54,7 @@ def test_all_that_a_file_can_say(file):
         num_prefill=0,
         num_decode=3,
         engine="vllm",
+        lora={"sql": folder / "small", "law": Path("/")},
     )
     assert medium == ModelEntry("medium", folder / "medium", fallbacks=("small",))
     assert small == ModelEntry("small", folder / "small")
@@ -205,3 +208,15 @@ def test_a_way_is_found_exactly_where_there_is_one(chains):
             if way is not None:
                 assert (way[0], way[-1]) == (start, goal)
                 assert all(after in chains[before] for before, after in itertools.pairwise(way))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "problem"),
+    [
+        ('{sql = "none"}', r"model\[0\]\.lora\.sql is .*none' but must be a folder that exists"),
+        ('{m = "models"}', r"model\[0\]\.lora\.m is 'm' but must be another name than model\[0\] has already"),
+    ],
+)
+def test_adapters_have_folders_and_names_of_their_own(file, adapters, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_models(f'[[model]]\nname = "m"\npath = "models"\nlora = {adapters}\n', file=file)

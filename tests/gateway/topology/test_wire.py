@@ -29,9 +29,11 @@ def test_every_event_of_the_protocol_has_a_reader():
 def test_an_order_is_encoded_once_and_its_deadline_each_time():
     sampling = complete_sampling(AskedSampling(max_tokens=5), LIMITS, num_prompt_tokens=3, seed=7)
     order = SequenceOrder(AttemptKey("r", 2), (1, 2, 3), (9,), sampling, (0,), Deadline.after(60), None, cache_salt="s")
+    order.adapter = "sql"
     spec = sequence_spec(order)
     assert (spec.id.request_id, spec.id.attempt, list(spec.prompt_token_ids)) == ("r", 2, [1, 2, 3])
     assert (list(spec.emitted_token_ids), spec.sampling.max_tokens, spec.cache_salt) == ([9], 5, "s")
+    assert spec.adapter == "sql"
     assert 0 < spec.deadline_ms <= 60_000
     order.deadline = Deadline.after(0)
     assert sequence_spec(order) is spec

@@ -66,3 +66,12 @@ def test_no_salt_and_no_name_reaches_the_pages_of_another_owner() -> None:
     owners = {("tenant", owner, salt): sharers(tenant=owner, salt=salt) for owner, salt in splits}
     owners |= {("group", owner, salt): sharers(tenant="x", group=owner, salt=salt) for owner, salt in splits if owner}
     assert len(set(owners.values())) == len(owners)
+
+
+@given(NAMES, NAMES, NAMES, NAMES, NAMES, NAMES)
+def test_pages_that_an_adapter_has_changed_are_apart(
+    tenant: str, salt: str, adapter: str, other_tenant: str, other_salt: str, other_adapter: str
+) -> None:
+    one = sharers(tenant=tenant, salt=salt, adapter=adapter)
+    other = sharers(tenant=other_tenant, salt=other_salt, adapter=other_adapter)
+    assert (one == other) == ((tenant, salt, adapter) == (other_tenant, other_salt, other_adapter))

@@ -36,7 +36,14 @@ class ScriptedCore:
         return self.cached
 
     def add_awaited(
-        self, request_id: str, token_ids: list[int], on_blocks: OnBlocks, *, salt: bytes, service_class: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        on_blocks: OnBlocks,
+        *,
+        salt: bytes,
+        service_class: int,
+        adapter: str = "",
     ) -> None:
         self.asked.append(("add_awaited", request_id))
         self.waiting[request_id] = on_blocks

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import SampledToken
 from services.runtime.errors import InvariantViolated
 from services.runtime.page_keys import page_keys
+from tests.vllm.lora import MERGED, write_adapter
 from worker.vllm.core import Computed, Core, StepDone
 from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
 
@@ -22,6 +24,7 @@ NUM_BLOCKS, BLOCK = 40, 32
 STEP_TOKENS = 64
 VOCAB = 512
 SALTS = [bytes([number]) * 32 for number in range(4)]
+ADAPTERS = ("a", "b")
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +45,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmModel]:
         max_position_embeddings=2048,
         initializer_range=0.1,
     )
-    folder = tmp_path_factory.mktemp("llama")
+    folder, adapters = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("adapters")
     LlamaForCausalLM(config).float().save_pretrained(folder)
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(folder, adapters / name, seed=seed)
     loaded = load_vllm(
-        VllmSettings(model_dir=folder, num_blocks=NUM_BLOCKS, threads=1, step_tokens=STEP_TOKENS, max_batch=8)
+        VllmSettings(
+            model_dir=folder,
+            num_blocks=NUM_BLOCKS,
+            threads=1,
+            step_tokens=STEP_TOKENS,
+            max_batch=8,
+            adapters={name: adapters / name for name in ADAPTERS},
+        )
     )
     yield loaded
     loaded.close()
@@ -74,8 +86,11 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return [chance.randrange(VOCAB) for _ in range(num_tokens)]
 
 
-def asking(prompt: list[int], *, max_tokens: int = 12, emitted: tuple[int, ...] = ()) -> Sequence:
-    return Sequence("a", prompt, sampling=Sampling(max_tokens=max_tokens), emitted_token_ids=emitted)
+def asking(prompt: list[int], *, max_tokens: int = 12, emitted: tuple[int, ...] = (), adapter: str = "") -> Sequence:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
+    sequence = Sequence("a", prompt, sampling=sampling, emitted_token_ids=emitted)
+    sequence.adapter = adapter
+    return sequence
 
 
 def drain(core: Core, *sequences: tuple[str, Sequence]) -> list[StepDone]:
@@ -93,10 +108,10 @@ def drain(core: Core, *sequences: tuple[str, Sequence]) -> list[StepDone]:
 NAMES = itertools.count()
 
 
-def alone(core: Core, prompt: list[int], *, max_tokens: int = 12) -> list[int]:
+def alone(core: Core, prompt: list[int], *, max_tokens: int = 12, adapter: str = "") -> list[int]:
     """What vLLM answers to a prompt that nobody handed over."""
-    name, sequence = f"alone{next(NAMES)}", asking(prompt, max_tokens=max_tokens)
-    core.add(name, sequence, salt=SALTS[0], service_class=2)
+    name, sequence = f"alone{next(NAMES)}", asking(prompt, max_tokens=max_tokens, adapter=adapter)
+    core.add(name, sequence, salt=adapter.encode() * 32 or SALTS[0], service_class=2)
     drain(core, (name, sequence))
     return sequence.token_ids[len(prompt) :]
 
@@ -112,21 +127,23 @@ class Given:
         self.block_ids, self.num_cached_tokens = block_ids, num_cached_tokens
 
 
-def hand_over(model: VllmModel, prompt: list[int], *, name: str, salt: bytes) -> tuple[Sequence, Given]:
+def hand_over(
+    model: VllmModel, prompt: list[int], *, name: str, salt: bytes, adapter: str = ""
+) -> tuple[Sequence, Given]:
     """Computes a prompt under one salt, copies its blocks to those of another request, and has that one continue."""
     core = model._running
-    core.add_held(f"p{name}", asking(prompt), salt=SALTS[1], service_class=2)
+    core.add_held(f"p{name}", asking(prompt, adapter=adapter), salt=SALTS[1], service_class=2)
     last = [one for step in drain(core) for one in step.computed][-1]
     assert isinstance(last.outcome, SampledToken)
     given = Given()
-    core.add_awaited(f"d{name}", prompt, given, salt=salt, service_class=2)
+    core.add_awaited(f"d{name}", prompt, given, salt=salt, service_class=2, adapter=adapter)
     assert not core.step().computed
     first = given.num_cached_tokens // BLOCK
     num_pages = len(last.block_ids)
     (pieces,) = model.pool.parts
     pieces[:, list(given.block_ids[first:num_pages])] = pieces[:, list(last.block_ids[first:])]
     core.let_go(f"p{name}")
-    sequence = asking(prompt, emitted=(last.outcome.token_id,))
+    sequence = asking(prompt, emitted=(last.outcome.token_id,), adapter=adapter)
     core.arrived(f"d{name}", sequence)
     drain(core, (f"d{name}", sequence))
     return sequence, given
@@ -346,3 +363,33 @@ def test_cached_blocks_are_told_by_the_names_that_a_gateway_gives_them(model: Vl
         core.add(f"other{seed}", other, salt=SALTS[0], service_class=2)
         evicted |= changes_of(drain(core, (f"other{seed}", other)))[1]
     assert evicted >= set(keys)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_answers_as_the_model_that_it_makes_also_from_pages_that_arrived(
+    model: VllmModel, core: Core, adapter: str
+) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    prompt = prompt_of(100, seed=31)
+    answer = alone(core, prompt, adapter=adapter)
+    merged = LlamaForCausalLM.from_pretrained(Path(model._running._adapters[adapter].lora_path) / MERGED)
+    with torch.no_grad():
+        likeliest = merged(torch.tensor([prompt + answer])).logits[0].argmax(-1).tolist()
+    assert answer == likeliest[99:-1]
+    assert answer != alone(core, prompt)
+    sequence, given = hand_over(model, prompt, name=f"changed{adapter}", salt=adapter.encode() * 16, adapter=adapter)
+    assert given.num_cached_tokens == 0
+    assert sequence.token_ids[100:] == answer
+
+
+def test_adapters_and_the_model_itself_share_a_step(core: Core) -> None:
+    prompt = prompt_of(60, seed=32)
+    expected = {name: alone(core, prompt, adapter=name) for name in ("", *ADAPTERS)}
+    asked = {f"mixed{name}": asking(prompt, adapter=name) for name in expected}
+    for name, sequence in asked.items():
+        core.add(name, sequence, salt=name.encode() * 5, service_class=2)
+    steps = drain(core, *asked.items())
+    assert any(len({one.request_id for one in step.computed}) == 3 for step in steps)
+    assert {name.removeprefix("mixed"): one.token_ids[60:] for name, one in asked.items()} == expected
