@@ -14,6 +14,7 @@ from cli.cores import Machine, Share, share_out
 from cli.gpus import VISIBLE_ENV, share_out_gpus
 from cli.up_settings import UpSettings
 from decode_worker.config import DecodeWorkerConfig
+from dual_worker.config import DualWorkerConfig
 from gateway.config import GatewayConfig
 from gateway.models.catalog_file import ModelEntry, read_models_file
 from planning.autoscaler.config import AutoscalerConfig
@@ -21,9 +22,12 @@ from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import last_words, service_manager
 from services.runtime.adapters import check_adapters, write_adapters
 from services.runtime.config import all_settings_of, settings_of
+from services.runtime.engines import VLLM
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
+ROLES: tuple[str, ...] = ("prefill", "decode")
 WORKERS: dict[str, type] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
+"""Programs that keep their role, for engines that cannot change it."""
 GATEWAY, AUTOSCALER = "gateway", "autoscaler"
 START_UP_S = 20.0
 """What a worker on this machine takes to start, for the autoscaler, unless it is told."""
@@ -58,6 +62,8 @@ class Addresses:
     """Digest of the key that `up` itself shows to the gateway, where keys are asked for."""
     decisions: Path | None = None
     """File of the autoscaler's decisions."""
+    roles: Path | None = None
+    """Folder of the files that say which workers have another role than their first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,25 @@ class ModelPlan:
     python: str = sys.executable
     lora: Mapping[str, Path] = field(default_factory=dict)
     """The folder of each of its adapters by name."""
+
+    @property
+    def can_change_roles(self) -> bool:
+        """Whether its workers change their roles while they run."""
+        return self.engine != VLLM
+
+    def worker_name(self, role: str, number: int) -> str:
+        """The name of the worker of this number that begins in a role, whatever becomes of it."""
+        return "-".join(filter(None, (role, self.label, str(number))))
+
+
+def first_role(name: str) -> str:
+    """The role in which a worker of this name begins."""
+    return name.partition("-")[0]
+
+
+def role_file(folder: Path, name: str) -> Path:
+    """Where a worker of this name reads which role it is to have."""
+    return folder / f"{name}.role"
 
 
 def model_plans(settings: UpSettings) -> list[ModelPlan]:
@@ -111,21 +136,26 @@ def worker_specs(
     machine: Machine,
     gpus: Sequence[str] = (),
 ) -> list[ChildSpec]:
-    """For each model its prefill workers, then its decode workers. `gpus`: as CUDA names those of this machine."""
+    """For each model those that begin as prefill workers, then the others. `gpus`: as CUDA names those here."""
     num_workers = sum(plan.num_prefill + plan.num_decode for plan in plans)
     metrics_port = settings.decode_worker.metrics_port
     shares = iter(share_out(machine, num_workers))
     gpu_shares = iter(share_out_gpus(gpus, num_workers))
     specs: list[ChildSpec] = []
     for plan in plans:
-        for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
+        for role, count in zip(ROLES, (plan.num_prefill, plan.num_decode), strict=True):
+            module, config = (
+                ("dual_worker", DualWorkerConfig) if plan.can_change_roles else (f"{role}_worker", WORKERS[role])
+            )
             for number in range(count):
                 gpu = next(gpu_shares)
-                name = "-".join(filter(None, (role, plan.label, str(number))))
+                name = plan.worker_name(role, number)
                 texts = {
                     **settings.worker_texts(role),
                     **_core_texts(settings, next(shares)),
                     "id": name,
+                    "role": role,
+                    "role_file": None if addresses.roles is None else role_file(addresses.roles, name),
                     "engine": plan.engine,
                     "lora": write_adapters(plan.lora) or None,
                     "model": plan.path,
@@ -138,7 +168,7 @@ def worker_specs(
                     "gpu_memory_share": None if gpu is None or gpu.memory_share == 1 else gpu.memory_share,
                 }
                 own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}
-                spec = _spec(name, f"{role}_worker", WORKERS[role], texts, own_environment)
+                spec = _spec(name, module, config, texts, own_environment)
                 specs.append(replace(spec, command=(plan.python, *spec.command[1:])))
     return specs
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": (SERVE, "serve a model by its name or folder: as up, with the model first"),
     "up": (SERVE, "start Redis, a gateway, prefill and decode workers here, and keep them running"),
     "scale": (SERVE, "change the number of workers of a running up"),
+    "role": (SERVE, "have a worker of a running up become a prefill or a decode worker"),
     "drain": (SERVE, "have a worker of a running up finish what it runs, and end"),
     "status": (WATCH, "show the workers of a running cluster"),
     "top": (WATCH, "watch a gateway: its workers, figures and requests, each second"),

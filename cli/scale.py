@@ -16,8 +16,8 @@ from services.runtime.orders import order
 class ScaleSettings(DrainingSettings):
     """Changes how many workers the `tandem up` here runs: new ones start at once, surplus ones finish what they run.
 
-    New workers are not pinned to cores. Fewer than at its start stay a trouble in `tandem status`, as the gateway
-    expects those.
+    Where one role is to have fewer and the other more, workers change their role instead. New workers are not pinned to
+    cores. Fewer than at its start stay a trouble in `tandem status`, as the gateway expects those.
     """
 
     prefill: int | None = option(
@@ -39,9 +39,11 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(settings: ScaleSettings, stdout: TextIO) -> int:
-    """Waits until surplus workers have gone; returns the exit code. Raises NoLocalCluster or Refused."""
+    """Waits until surplus workers have gone or changed; returns the exit code. Raises NoLocalCluster or Refused."""
     numbers = {"prefill": settings.prefill, "decode": settings.decode}
     done = order(settings.url, "scale", model=settings.model, grace_s=settings.timeout, **numbers)
+    for name, role in done["changed"].items():
+        print(f"changed: {name} is a {role} worker now", file=stdout)
     for what in ("started", "drained"):
         print(f"{what}: {', '.join(done[what]) or 'none'}", file=stdout)
     return 0

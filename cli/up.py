@@ -11,9 +11,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
     gateway = settings.gateway
     if gateway.api_keys is not None:
         read_keys(gateway.api_keys)
-    check_certificate(settings, plans)
+    has_prefill = any(plan.num_prefill for plan in plans)
+    check_certificate(settings, (GATEWAY, "decode", "prefill") if has_prefill else (GATEWAY, "decode"))
     if (open_to_all := open_address(settings)) is not None:
         print(open_to_all, file=sys.stderr)
     http_port = claim_port(settings.host, gateway.http_port, flag="--http-port")
@@ -109,7 +110,7 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         assert redis_url is not None, "either --redis is given or the embedded one runs"
         key = None if gateway.api_keys is None else new_key()
         digest = None if key is None else digest_of_key(key)
-        addresses = Addresses(redis_url, http_port, grpc_port, digest, logs.path / "decisions.jsonl")
+        addresses = Addresses(redis_url, http_port, grpc_port, digest, logs.path / "decisions.jsonl", logs.path)
         up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
         code = asyncio.run(watched(up.run(early_signals)))
@@ -127,16 +128,10 @@ def _checked(plan: ModelPlan) -> ModelPlan:
     return plan
 
 
-def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
-    """Refuses what every child would refuse. Raises ConfigError that names file and rule."""
-    if settings.gateway.tls is None:
-        return
-    num_workers = {
-        "prefill": sum(plan.num_prefill for plan in plans),
-        "decode": sum(plan.num_decode for plan in plans),
-    }
-    roles = (GATEWAY, *(role for role, number in num_workers.items() if number))
-    Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
+def check_certificate(settings: UpSettings, roles: Iterable[str]) -> None:
+    """Refuses what children of these roles would refuse. Raises ConfigError that names file and rule."""
+    if settings.gateway.tls is not None:
+        Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
 
 
 def open_address(settings: UpSettings) -> str | None:
@@ -209,8 +204,14 @@ class Up:
         self._progress = Progress(sys.stderr, names, is_live=sys.stderr.isatty() and not settings.verbose)
         self._supervisor = Supervisor(log_dir=log_dir, on_change=self._on_change, policy=self._policy)
         unpinned = replace(settings, pin=False)  # cores that are given to running workers stay theirs
-        self._fleet = Fleet(self._supervisor, plans, make_specs=lambda plans: worker_specs(unpinned, plans, *here))
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._fleet = Fleet(
+            self._supervisor,
+            plans,
+            make_specs=lambda plans: worker_specs(unpinned, plans, *here),
+            roles=log_dir,
+            ready=self._ready_roles,
+        )
+        self._finishing: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
 
@@ -241,14 +242,14 @@ class Up:
 
     @asynccontextmanager
     async def _taking_orders(self) -> AsyncIterator[None]:
-        """Takes the orders of `tandem drain`, `scale` and `logs`; serving does not depend on them."""
+        """Takes the orders of `tandem drain`, `scale`, `role` and `logs`; serving does not depend on them."""
         orders: dict[str, Order] = {"children": self._tell_children, "drain": self._drain}
-        orders |= {"scale": self._scale, "sizes": self._tell_sizes}
+        orders |= {"scale": self._scale, "sizes": self._tell_sizes, "role": self._change_role}
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(taking_orders(self._orders_path(), orders))
             except (OSError, ConfigError) as error:
-                self._progress.note(f"`tandem drain`, `scale` and `logs` cannot reach this cluster: {error}")
+                self._progress.note(f"`tandem drain`, `scale`, `role` and `logs` cannot reach this cluster: {error}")
             yield
 
     async def _tell_children(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -257,20 +258,32 @@ class Up:
     async def _drain(self, order: Mapping[str, Any]) -> None:
         await self._fleet.drain(order["name"], grace_s=order["grace_s"])
 
-    async def _scale(self, order: Mapping[str, Any]) -> dict[str, list[str]]:
+    async def _change_role(self, order: Mapping[str, Any]) -> bool:
+        check_certificate(self._settings, (order["role"],))
+        limits = {"timeout_s": order["grace_s"], "is_forced": order["is_forced"]}
+        return await self._fleet.change_role(order["name"], order["role"], **limits)
+
+    async def _scale(self, order: Mapping[str, Any]) -> dict[str, Any]:
         if port := self._settings.decode_worker.metrics_port:
             raise ConfigError(
                 f"the ports after --metrics-port {port} are given to workers in order; start with 0 instead"
             )
         done = self._fleet.resize(order["model"], prefill=order["prefill"], decode=order["decode"])
-        leaving = self._fleet.retire(done["drained"], grace_s=order["grace_s"])
+        finishing = self._fleet.finish(done, grace_s=order["grace_s"])
         if order.get("waits", True):
-            await leaving
+            await finishing
         else:
-            task = asyncio.create_task(leaving, name="retire")
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
-        return done
+            task = asyncio.create_task(self._told(finishing), name="finish")
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+        return asdict(done)
+
+    async def _told(self, finishing: Coroutine[Any, Any, None]) -> None:
+        """Shows what an order came to whose giver has left."""
+        try:
+            await finishing
+        except ConfigError as error:
+            self._progress.note(error.message)
 
     async def _tell_sizes(self, order: Mapping[str, Any]) -> dict[str, int]:
         return self._fleet.sizes(order["model"])
@@ -334,6 +347,17 @@ class Up:
     async def _look(self) -> None:
         """Asks the gateway which processes are in rotation."""
         before = {name: child.pid for name, child in self._supervisor.children.items() if name in (GATEWAY, AUTOSCALER)}
+        workers = await self._ask_for_workers()
+        if workers is None:
+            return
+        for name, pid in before.items():
+            if pid is not None:
+                self._mark_ready(name, pid)
+        for worker in workers:
+            self._mark_ready(worker["id"], worker["pid"])
+
+    async def _ask_for_workers(self) -> list[dict[str, Any]] | None:
+        """Returns what the gateway says of our workers in rotation; None: it does not answer."""
         try:
             cluster = await asyncio.to_thread(
                 get_json,
@@ -344,13 +368,15 @@ class Up:
                 tls=self._probe_tls(),
             )
         except (ApiUnreachable, ApiRefused, ConfigError):
-            return
-        for name, pid in before.items():
-            if pid is not None:
-                self._mark_ready(name, pid)
-        for worker in cluster.get("workers", []):
-            if worker.get("state") == WorkerState.READY and worker.get("id") in self._supervisor.children:
-                self._mark_ready(worker["id"], worker.get("pid"))
+            return None
+        ready = (one for one in cluster.get("workers", []) if one.get("state") == WorkerState.READY)
+        return [one for one in ready if one.get("id") in self._supervisor.children]
+
+    async def _ready_roles(self) -> dict[str, str]:
+        """Returns the roles of workers in rotation by name; a name's earlier process does not count."""
+        ours = self._supervisor.children
+        found = await self._ask_for_workers() or []
+        return {one["id"]: one["role"] for one in found if one["id"] in ours and one["pid"] == ours[one["id"]].pid}
 
     def _probe_tls(self) -> ssl.SSLContext | None:
         """Our own gateway is known by the very certificate that it was given, whatever host that is for.

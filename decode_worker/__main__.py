@@ -1,127 +1,16 @@
-"""Starts a decode worker."""
-
-from functools import partial
+"""Starts a decode worker, which keeps its role."""
 
 import services.runtime.first_process  # first: what comes after it takes seconds
 import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
 import worker.extra  # noqa: F401 - before what needs its packages
-from decode_worker.config import DecodeWorkerConfig
-from decode_worker.engine_loop import decode_loop
-from decode_worker.features import StepFeature
-from decode_worker.mask_pace import PacedMasks
-from decode_worker.speculation import Speculation, Speculator
-from decode_worker.worker import DecodeWorker, Limits, Servicer
-from kv_transfer.receiving import ChannelAddress, LinkReceiver
-from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
-from protos import link_pb2_grpc, worker_pb2_grpc
-from services.engine.engine import EngineParts
-from services.engine.rehearsal import load_rehearsed_engine
-from services.engine.speculation.draft import load_draft
+from decode_worker.role import DECODE
 from services.runtime import process
-from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
-from services.runtime.engines import VLLM
-from services.runtime.errors import ConfigError
-from worker.engine import DecodeEngine, DecodeReport
-from worker.loading import Loaded
-from worker.startup import Common, Made, Role, run
-from worker.vllm.loading import VllmSettings, load_vllm
-
-SERVICE_NAME = "tandem.v1.DecodeWorker"
-MAX_DEFAULT_SWAP_BYTES = 1 << 30
-
-
-def load(settings: DecodeWorkerConfig) -> Loaded[DecodeReport, DecodeEngine]:
-    """Loads the model with the engine that the settings name, and what proposes tokens to this project's."""
-    if settings.engine == VLLM:
-        model = load_vllm(VllmSettings.of(settings, max_batch=settings.max_batch))
-        return Loaded(model, partial(model.decode_engine, clock=SYSTEM_CLOCK))
-    parts = load_rehearsed_engine(**settings.engine_settings())
-    try:
-        features: list[StepFeature] = [PacedMasks()]
-        speculator = _speculator(settings, parts)
-        if speculator is not None:
-            features.append(Speculation(speculator))
-    except BaseException:
-        parts.close()
-        raise
-    make_engine = partial(
-        decode_loop,
-        parts,
-        max_batch=settings.max_batch,
-        chunk_tokens=settings.chunk_tokens,
-        swap_bytes=_swap_bytes(settings, parts),
-        clock=SYSTEM_CLOCK,
-        features=features,
-    )
-    return Loaded(parts, make_engine)
-
-
-def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made:
-    """The worker of a loaded model, and what receives pages for it."""
-    settings = common.settings
-    worker = DecodeWorker(
-        common.around(),
-        common.facts,
-        make_engine=common.make_engine,
-        limits=Limits(
-            max_admitted=settings.max_admitted or _max_admitted(settings),
-            is_optimistic=settings.admission == "expected",
-        ),
-    )
-    receiver = _receiver(common, worker)
-    worker.arrivals.attach(receiver)
-    servicer = Servicer(worker.sessions)
-    add_services = (
-        lambda server: worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server),
-        lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
-    )
-    return Made(worker, add_services, record_fields={"max_running": settings.max_batch})
-
-
-def _max_admitted(settings: DecodeWorkerConfig) -> int:
-    # vLLM gives a request no block while its batch is full: more would wait with a prompt computed elsewhere.
-    return settings.max_batch if settings.engine == VLLM else 2 * settings.max_batch
-
-
-def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:
-    settings = common.settings
-    try:
-        address = ChannelAddress(
-            settings.host, settings.transfer_port, settings.advertise_host, settings.advertise_transfer_port
-        )
-        return LinkReceiver(common.link_setup, worker.arrivals, address=address)
-    except OSError as error:
-        raise ConfigError(
-            f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"
-        ) from error
-
-
-def _speculator(settings: DecodeWorkerConfig, parts: EngineParts) -> Speculator | None:
-    if settings.speculative == "off":
-        return None
-    draft = None
-    if settings.speculative != "ngram" and settings.draft_model is not None:
-        draft = load_draft(
-            settings.draft_model, parts, page_size=settings.page_size, memory_bytes=settings.draft_memory
-        )
-    computes_here = parts.model.device.type == "cpu" and parts.ranks is None
-    return Speculator(
-        clock=THREAD_CLOCK if computes_here else SYSTEM_CLOCK,
-        uses_ngrams=settings.speculative != "draft",
-        draft=draft,
-        max_depth=settings.speculative_depth,
-    )
-
-
-def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
-    if settings.swap_memory is not None:
-        return settings.swap_memory
-    return min(parts.pool.num_pages * parts.pool.layout.page_bytes, MAX_DEFAULT_SWAP_BYTES)
+from worker.startup import run
 
 
 def main() -> None:
     """Runs a decode worker with the settings of the command line."""
-    run(Role("decode", DecodeWorkerConfig, [SERVICE_NAME, LINK_SERVICE_NAME], load, make))
+    run(DECODE)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ PROGRAMS = (
     "worker",
     "prefill_worker",
     "decode_worker",
+    "dual_worker",
     "planning",
     "cli",
     "client",

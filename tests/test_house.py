@@ -14,6 +14,7 @@ PACKAGES = (
     "gateway",
     "prefill_worker",
     "decode_worker",
+    "dual_worker",
     "planning",
     "cli",
     "tandem",

@@ -73,6 +73,8 @@ TESTED_BY = {
     "gateway/topology/views.py": "gateway/topology/test_members.py",
     "gateway/types.py": "gateway/openai/test_requests.py",
     "decode_worker/config.py": "cli/test_children.py",
+    "dual_worker/config.py": "cli/test_children.py",
+    "worker/role.py": "worker/test_role_change.py",
     "planning/simulator/html_report.py": "cli/test_replay.py",
     "planning/simulator/report.py": "planning/simulator/test_cluster.py",
     "planning/planner/page.py": "planning/planner/test_search.py",
@@ -101,6 +103,8 @@ DATA = {
 """Modules that decide nothing: records, scripts of other languages, names."""
 PROGRAMS = {
     "services/engine/parallel/rank.py": "services/engine/parallel/test_processes.py starts it",
+    "decode_worker/role.py": "worker/test_startup.py starts it",
+    "prefill_worker/role.py": "worker/test_startup.py starts it",
     "worker/extra.py": "test_wheel.py starts workers without it",
     "worker/vllm/rank.py": "worker/vllm/test_ranks.py starts it",
     "worker/loading.py": "both workers' programs use it: tests/integration",

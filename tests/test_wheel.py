@@ -101,7 +101,7 @@ def test_a_gateway_alone_says_which_model_is_needed(light):
     )
 
 
-@pytest.mark.parametrize("words", [("cli.main", "up"), ("prefill_worker",), ("decode_worker",)])
+@pytest.mark.parametrize("words", [("cli.main", "up"), ("prefill_worker",), ("decode_worker",), ("dual_worker",)])
 def test_without_the_extra_of_workers_one_sentence_says_so(light, words):
     code, stdout, stderr = light.run("-m", *words)
     assert (code, stdout) == (2, "")
@@ -116,6 +116,6 @@ def test_nothing_else_is_in_it(whole):
         path.name for path in whole.folder.glob("lib/*/site-packages/*") if path.is_dir() and not path.is_symlink()
     }
     assert {name for name in found if not name.endswith(".dist-info") and not name.startswith("__")} == {
-        *("protos", "services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker"),
+        *("protos", "services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker", "dual_worker"),
         *("planning", "cli", "demo", "tandem", "bin"),
     }

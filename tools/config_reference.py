@@ -26,12 +26,14 @@ from cli.plan import PlanSettings  # noqa: E402
 from cli.probe import ProbeSettings  # noqa: E402
 from cli.profile import ProfileSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
+from cli.role import RoleSettings  # noqa: E402
 from cli.scale import ScaleSettings  # noqa: E402
 from cli.status import StatusSettings  # noqa: E402
 from cli.top import TopSettings  # noqa: E402
 from cli.up_settings import UpSettings  # noqa: E402
 from cli.where import WhereSettings  # noqa: E402
 from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
+from dual_worker.config import DualWorkerConfig  # noqa: E402
 from gateway.config import GatewayConfig  # noqa: E402
 from planning.autoscaler.config import AutoscalerConfig  # noqa: E402
 from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
@@ -43,8 +45,10 @@ PROGRAMS: dict[str, type[Any]] = {
     "python -m gateway": GatewayConfig,
     "python -m prefill_worker": PrefillWorkerConfig,
     "python -m decode_worker": DecodeWorkerConfig,
+    "python -m dual_worker": DualWorkerConfig,
     "python -m planning.autoscaler": AutoscalerConfig,
     "tandem scale": ScaleSettings,
+    "tandem role": RoleSettings,
     "tandem drain": DrainSettings,
     "tandem logs": LogsSettings,
     "tandem status": StatusSettings,
@@ -70,7 +74,7 @@ Every setting of every program. A flag wins over the environment variable, that 
 the default; an empty variable counts as not given. A setting that is true or false is a flag without a value: `--pin`,
 and `--no-pin` for false. A value that breaks its rule ends the program with exit code 2 and says which. Among other
 variables our code heeds `CXX` (compiler of the CPU kernels), `XDG_CACHE_HOME` (where they are kept), `XDG_RUNTIME_DIR`
-(where `tandem up` listens for `tandem scale`, `drain` and `logs`), `NO_COLOR` and `NCCL_HOSTID`.
+(where `tandem up` listens for `tandem scale`, `role`, `drain` and `logs`), `NO_COLOR` and `NCCL_HOSTID`.
 
 Commands of `tandem` read `tandem.toml` in the current folder, or the file that `--config` or `TANDEM_CONFIG` names. It
 has a table for each command, with a line for each setting, as its flag is called; `tandem serve` has those of `[up]`:
@@ -97,13 +101,18 @@ def page() -> str:
 
 
 def _section(name: str, config_class: type[Any]) -> str:
+    bases = {other: base for other, base in PROGRAMS.items() if base in config_class.__mro__[1:]}
+    inherited = {setting.name for base in bases.values() for setting in settings_of(base)}
     rows = [
         f"| {_names(setting)} | {_default(setting.default, is_required=setting.is_required)} | "
         f"{_cell(setting.help)} | {_cell(setting.kind.rule)} |"
         for setting in settings_of(config_class)
+        if setting.name not in inherited
     ]
     head = ["| setting | default | what it does | rule |", "| --- | --- | --- | --- |"]
     words = " ".join((config_class.__doc__ or "").split())
+    if bases:
+        words += f" It takes all settings of {' and '.join(f'`{other}`' for other in bases)}, and these:"
     return "\n".join([f"## {name}", "", words, "", *head, *rows, "", *_forwarded(config_class)])
 
 

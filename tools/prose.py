@@ -22,6 +22,7 @@ FOLDERS = [
     "gateway",
     "prefill_worker",
     "decode_worker",
+    "dual_worker",
     "planning",
     "cli",
 ]

@@ -15,6 +15,7 @@ from services.engine.cache.pages import HeldState, PageAllocator, PageChanges, P
 from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Sequence
 from services.runtime.clock import Clock
+from services.runtime.errors import InvariantViolated
 from services.runtime.page_keys import KeyChain, PageKey
 from services.scheduling.copy_cost import CopyMeter
 from services.scheduling.prediction import DEFAULT_PREFILL
@@ -37,7 +38,8 @@ class KeptPages:
 class EnginePages:
     """Leases and content keys, by the key of their sequence; the only user of the allocator on the engine thread.
 
-    `page_bytes` is the size of a page that is copied to the host's memory or back.
+    `page_bytes` is the size of a page that is copied to the host's memory or back. Pages may be cached from the life
+    of an engine before this one. Raises InvariantViolated where they are held, or the books are wrong.
     """
 
     def __init__(
@@ -49,6 +51,10 @@ class EnginePages:
         tier: HostTier | None = None,
         page_bytes: int | None = None,
     ) -> None:
+        held = allocator.counts()
+        if held.reserved or held.used:
+            raise InvariantViolated(f"an engine before this one left {held.reserved + held.used} pages held")
+        allocator.check_integrity()
         self.page_size = page_size
         self.speedometer = Speedometer()
         """Speed of the loop's steps: what copying is compared with."""

@@ -147,6 +147,11 @@ class EngineWorker(ABC, Generic[A]):
         self._is_draining = True
         self.sessions.load_changed()
 
+    def end_drain(self) -> None:
+        """Takes new attempts again."""
+        self._is_draining = False
+        self.sessions.load_changed()
+
     def check_engine(self, elapsed_s: float) -> None:
         """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
         if self._step_watch.is_stuck(elapsed_s):

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from services.cluster.registry import WorkerLease
 from services.runtime import logs, process, rpc, service_manager, telemetry
@@ -40,21 +41,41 @@ C = TypeVar("C", bound=WorkerConfig)
 logger = logging.getLogger(__name__)
 
 
-def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+class Change(Protocol):
+    """What a worker process is to be instead of what it is."""
+
+    async def due(self) -> None:
+        """Returns when the process is to change, and can."""
+        ...
+
+    async def withdrawn(self) -> None:
+        """Returns when the process is to stay as it is after all."""
+        ...
+
+
+class NoChange:
+    """A process that stays as it is."""
+
+    async def due(self) -> None:
+        """Never returns."""
+        await asyncio.Event().wait()
+
+    withdrawn = due
+
+
+def run_service(settings: C, role: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """A worker process from its settings to its end: logs, membership, traces, parent, signals, event loop.
 
     Raises what ends it.
     """
-    logs.setup(settings.log_level, service=service, worker_id=settings.id)
+    logs.setup(settings.log_level, service=f"{role}-worker", worker_id=settings.id)
     process.be_nice(settings.nice)
     if settings.cores is not None:
         process.keep_to_cores(settings.cores)
     process.die_with_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    role = service.removesuffix("-worker")
-    set_identity(worker_identity(settings, role=role))
-    _join(settings, role=role)
-    telemetry.setup(service, settings.otlp, instance_id=settings.id)
+    take_role(settings, role)
+    _warn(settings)
 
     async def run() -> None:
         with process.stop_signals() as stop:
@@ -64,6 +85,20 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
         process.run_async(run())
     finally:
         telemetry.shutdown()
+
+
+def take_role(settings: WorkerConfig, role: str) -> None:
+    """Has logs, traces, certificates and proofs say from here on that this process is a worker of this role.
+
+    Blocks while traces of the role before are exported. Raises ConfigError.
+    """
+    telemetry.shutdown()
+    service = f"{role}-worker"
+    logs.setup(settings.log_level, service=service, worker_id=settings.id)
+    set_identity(worker_identity(settings, role=role))
+    if settings.secrets is not None:
+        set_member(Member(settings.secrets, role))
+    telemetry.setup(service, settings.otlp, instance_id=settings.id)
 
 
 def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
@@ -85,11 +120,9 @@ def channel_tls(settings: WorkerConfig) -> Identity | None:
     return identity if identity is not None and identity.is_mutual and not settings.insecure else None
 
 
-def _join(settings: WorkerConfig, *, role: str) -> None:
-    """Makes this process prove that it is of its cluster, and ask its callers for the same."""
-    if settings.secrets is not None:
-        set_member(Member(settings.secrets, role))
-    elif settings.tls is None:
+def _warn(settings: WorkerConfig) -> None:
+    """Says what strangers in the network can do."""
+    if settings.secrets is None and settings.tls is None:
         logger.warning(
             "this worker serves everybody who reaches its port: it has neither --cluster-secret-file nor --redis, from "
             "which it would have its cluster's secret"
@@ -120,32 +153,23 @@ async def serve_until_drained(
     stop: asyncio.Event,
     *,
     drain_timeout_s: float | None = None,
+    change: Change | None = None,
 ) -> None:
-    """A worker's life: ready, until `stop` or DrainWorker, then draining until nothing is left, then gone.
+    """A worker's life: ready, until `stop`, DrainWorker or a change, then draining until nothing is left, then gone.
 
     It is ready once Redis has its record, without which no gateway finds it, and a gateway has found it; where none
     comes within FIRST_SESSION_S, without. So an update that takes the next worker down when this one is
     ready leaves gateways one that they know. Losing Redis or a gateway later changes nothing.
-    After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
-    are closed when this returns or raises. Raises the worker's own failure.
+    After `drain_timeout_s` of draining it goes with what is left, which fails. A change that is withdrawn while the
+    worker drains makes it ready again. `server` has started. Worker and server are closed when this returns or raises.
+    Raises the worker's own failure.
     """
     background = [asyncio.create_task(_watch_engine(worker))]
     if lease is not None:
         background.append(asyncio.create_task(_publish_load(worker, lease)))
+    life = _Life(worker, server, lease, stop, background)
     try:
-        _publish(lease, WorkerState.READY)
-        ends = (stop.wait, worker.drain_requested.wait)
-        await _first_of(worker, background, _found(worker, lease), *(end() for end in ends))
-        if not stop.is_set() and not worker.drain_requested.is_set():
-            await server.set_serving(True)
-            service_manager.tell_ready("ready")
-            await _first_of(worker, background, *(end() for end in ends))
-        logger.info("draining")
-        service_manager.tell_stopping("draining")
-        worker.begin_drain()
-        _publish(lease, WorkerState.DRAINING)
-        await server.set_serving(False)
-        await _first_of(worker, background, _drained(worker, drain_timeout_s))
+        await life.run(change or NoChange(), drain_timeout_s)
     finally:
         # The watch continues meanwhile: an engine that hangs now must not keep the worker from ending.
         try:
@@ -156,6 +180,72 @@ async def serve_until_drained(
             await server.stop(SERVER_GRACE_S)
     if worker.failed.done():
         worker.failed.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Ready and draining, as `serve_until_drained` has it; `background` must not end before."""
+
+    worker: EngineWorker[Any]
+    server: RpcServer
+    lease: WorkerLease | None
+    stop: asyncio.Event
+    background: Sequence["asyncio.Task[None]"]
+
+    async def run(self, change: Change, drain_timeout_s: float | None) -> None:
+        """Returns when nothing is left to do, or the limit of the drain has passed."""
+        self._publish(WorkerState.READY)
+        await self._first_of(_found(self.worker, self.lease), *self._ends())
+        while True:
+            if not self._is_leaving:
+                await self.server.set_serving(True)
+                service_manager.tell_ready("ready")
+                await self._first_of(*self._ends(), change.due())
+            logger.info("draining")
+            self.worker.begin_drain()
+            self._publish(WorkerState.DRAINING)
+            await self.server.set_serving(False)
+            first = await self._first_of(_drained(self.worker, drain_timeout_s), change.withdrawn(), *self._ends())
+            if self._is_leaving:
+                service_manager.tell_stopping("draining")
+                if first:
+                    await self._first_of(_drained(self.worker, drain_timeout_s))
+                return
+            if not first:
+                return
+            logger.info("what the worker was to change to is no longer wanted")
+            self.worker.end_drain()
+            self._publish(WorkerState.READY)
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self.stop.is_set() or self.worker.drain_requested.is_set()
+
+    def _ends(self) -> tuple[Coroutine[Any, Any, Any], ...]:
+        return self.stop.wait(), self.worker.drain_requested.wait()
+
+    def _publish(self, state: WorkerState) -> None:
+        if self.lease is not None:
+            self.lease.update(state=state)
+
+    async def _first_of(self, *waits: Coroutine[Any, Any, Any]) -> int:
+        """Returns the place of the first wait that has ended, when one has.
+
+        Raises what the worker, or something behind it, failed with before.
+        """
+        tasks = [asyncio.create_task(wait) for wait in waits]
+        failed = self.worker.failed
+        try:
+            await asyncio.wait({*tasks, *self.background, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            for task in (*self.background, *tasks):
+                if task.done():
+                    task.result()
+            return [task.done() for task in tasks].index(True)
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
@@ -196,25 +286,3 @@ async def _drained(worker: EngineWorker[Any], timeout_s: float | None) -> None:
         load = worker.load()
         unfinished = {"running": load.running, "waiting": load.waiting}
         logger.warning("the drain took longer than its limit; what is left fails", extra=unfinished)
-
-
-def _publish(lease: WorkerLease | None, state: WorkerState) -> None:
-    if lease is not None:
-        lease.update(state=state)
-
-
-async def _first_of(
-    worker: EngineWorker[Any], background: Sequence["asyncio.Task[None]"], *waits: Coroutine[Any, Any, Any]
-) -> None:
-    """Returns when one of the waits does. Raises what the worker, or something behind it, failed with before."""
-    tasks = {asyncio.create_task(wait) for wait in waits}
-    try:
-        await asyncio.wait({*tasks, *background, worker.failed}, return_when=asyncio.FIRST_COMPLETED)
-        if worker.failed.done():
-            worker.failed.result()
-        for task in (*background, *tasks):
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -1,11 +1,9 @@
-"""What a worker is made from: a loaded model, whatever computes it, and a way to the engine that belongs to it.
+"""What a worker is made from: a loaded model, whatever computes it.
 
-A worker package says how each engine is loaded, by name (`worker.startup.Role`); nothing else names an engine.
+A worker package says how each engine is loaded, by name (`worker.role.Role`); nothing else names an engine.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from kv_transfer.page_bytes import PageGenerations, PageMemory
 from services.engine.cache.host_tier import HostTier
@@ -14,9 +12,6 @@ from services.engine.steps.sequence import Sampling
 from services.engine.weights.shard import Parallelism
 from services.runtime.errors import TandemError
 from services.runtime.identity import AnswerIdentity
-
-R = TypeVar("R")
-E = TypeVar("E")
 
 
 class LoadedModel(Protocol):
@@ -83,14 +78,3 @@ class LoadedModel(Protocol):
     def close(self) -> None:
         """Ends the other processes that compute it. May be called again."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded(Generic[R, E]):
-    """A loaded model, and what makes the engine of a role from it: once, and for whatever takes its reports.
-
-    `R` are the reports and `E` is the engine. Making it raises ConfigError where memory that it needs cannot be had.
-    """
-
-    model: LoadedModel
-    make_engine: Callable[[Callable[[R], None]], E]

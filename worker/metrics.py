@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -115,6 +116,7 @@ class WorkerMetrics:
         self._worker_id = worker_id
         self._counts = worker_pb2.WorkerCounts()
         self._tier: Callable[[], HostTierStats] | None = None
+        self._server: WSGIServer | None = None
         names, values = ("worker",), (worker_id,)
         self._steps = _Steps(worker_id)
         self.registry.register(self._steps)
@@ -224,7 +226,7 @@ class WorkerMetrics:
         return counts
 
     def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> str:
-        """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.
+        """Serves /metrics, if a port is set, from a thread of its own until `close`.
 
         `load` is called for each scrape, in that thread. Returns the host:port where others can scrape it; empty where
         no port is set. Raises ConfigError where the port cannot be had.
@@ -233,11 +235,18 @@ class WorkerMetrics:
             return ""
         self.watch(load)
         try:
-            server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
+            self._server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
         except OSError as error:
             raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
-        logger.info("serving metrics", extra={"port": server.server_port})
-        return join_host_port(settings.advertise_host or settings.host, server.server_port)
+        logger.info("serving metrics", extra={"port": self._server.server_port})
+        return join_host_port(settings.advertise_host or settings.host, self._server.server_port)
+
+    def close(self) -> None:
+        """Frees the port of /metrics, which takes up to half a second. May be called again."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Reads how busy the worker is for each scrape; once."""

@@ -354,6 +354,8 @@ class Topology:
     def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
+            if (member.record.state, record.state) == (WorkerState.DRAINING, WorkerState.READY):
+                member.is_leaving = False  # it was to change its role, and stays what it is
             member.record = record
             member.is_leaving |= record.state == WorkerState.DRAINING
             self._judge_model(member)

@@ -70,7 +70,7 @@ class LocalActor:
         return Sizes(told["prefill"], told["decode"])
 
     def resize(self, sizes: Sizes) -> None:
-        """Has new workers started and surplus ones drained, in `drain_s` seconds each."""
+        """Has new workers started and surplus ones drained or given the other role, in `drain_s` seconds each."""
         numbers = {"prefill": sizes.prefill, "decode": sizes.decode}
         self._order("scale", model=self.model, grace_s=self.drain_s, waits=False, **numbers)
 

@@ -101,7 +101,7 @@ class AutoscalerConfig(ScalingSettings):
 
     @property
     def policy(self) -> AutoscalerSettings:
-        """The policy's settings. A running worker does not change its role."""
+        """The policy's settings. Only workers of `tandem up` change their role."""
         return AutoscalerSettings(
             start_up_s=self.scale_start_up,
             interval_s=self.scale_every,
@@ -111,7 +111,7 @@ class AutoscalerConfig(ScalingSettings):
             min_decode=self.min_decode,
             max_workers=self.max_workers,
             headroom=self.scale_headroom,
-            changes_roles=False,
+            changes_roles=self.actor == UP,
             give_up_s=self.scale_give_up,
         )
 

@@ -172,6 +172,12 @@ class PrefixPublisher:
         if self._num_noted_keys >= FLUSH_KEYS and not self._is_urgent.is_set():
             self._is_urgent.set()
 
+    def begin_life(self, order: str) -> None:
+        """Publishes all that is held once more, as a later life of the worker; from any thread."""
+        self._order = order  # Redis does not know it, which makes the next change a whole publication
+        self._is_urgent.set()
+        self._has_work.set()
+
     def flush(self, *, timeout_s: float) -> bool:
         """Waits until Redis has confirmed everything that was noted before. False: it did not in that time."""
         confirmed = threading.Event()

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
+from cli.children import (
+    Addresses,
+    ModelPlan,
+    child_environment,
+    first_role,
+    gateway_spec,
+    model_plans,
+    worker_specs,
+)
 from cli.cores import Machine
 from cli.up_settings import DEMO_DRAFT, UpSettings
-from decode_worker.config import DecodeWorkerConfig
+from dual_worker.config import DualWorkerConfig
 from gateway.config import GatewayConfig
-from prefill_worker.config import PrefillWorkerConfig
 from services.runtime.config import load
 from services.runtime.errors import ConfigError
 
@@ -31,9 +38,9 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
     settings = up("--model=/m", "--prefill=2", "--kv-memory=1MiB", "--transport=tcp", "--threads=3")
     specs = worker_specs(settings, model_plans(settings), ADDRESSES, {"A": "b"}, MACHINE)
     assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
-    assert specs[0].command[:4] == (sys.executable, "-P", "-m", "prefill_worker")
-    assert specs[2].command[:4] == (sys.executable, "-P", "-m", "decode_worker")
     for spec in specs:
+        assert spec.command[:4] == (sys.executable, "-P", "-m", "dual_worker")
+        assert f"--role={spec.name.partition('-')[0]}" in spec.command
         assert {"--model=/m", "--kv-memory=1MiB"} <= set(spec.command)
         assert {"--transport=tcp", "--threads=3", "--host=127.0.0.1", "--port=0"} <= set(spec.command)
         assert not any(flag.startswith("--kv-pages") for flag in spec.command)
@@ -57,11 +64,12 @@ def test_no_two_workers_serve_metrics_on_one_port(given: tuple[str, ...], expect
 def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None:
     given = {
         "gateway": {"--routing=sticky", "--max-queued-requests=9", "--no-reflection"},
-        "prefill-0": {"--max-waiting=5"},
-        "decode-0": {"--max-batch=7", "--speculative-depth=3"},
+        "prefill-0": {"--tensor-parallel=2"},
+        "decode-0": set[str](),
     }
-    of_workers, of_all = {"--step-timeout=9", "--no-share-weights"}, {"--region=eu", "--log-level=debug"}
-    settings = up(*of_all, *of_workers, *(flag for flags in given.values() for flag in flags))
+    of_workers = {"--step-timeout=9", "--no-share-weights", "--max-waiting=5", "--max-batch=7", "--speculative-depth=3"}
+    of_all = {"--region=eu", "--log-level=debug"}
+    settings = up("--prefill-tensor-parallel=2", *of_all, *of_workers, *given["gateway"])
     specs = [
         gateway_spec(settings, ADDRESSES, {}),
         *worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE),
@@ -70,7 +78,7 @@ def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None
     for spec in specs:
         expected = given[spec.name] | of_all | (set() if spec.name == "gateway" else of_workers)
         assert set(spec.command) & everything == expected
-        config = {"gateway": GatewayConfig, "prefill-0": PrefillWorkerConfig, "decode-0": DecodeWorkerConfig}[spec.name]
+        config = GatewayConfig if spec.name == "gateway" else DualWorkerConfig
         read = load(config, spec.command[4:], prog=spec.name, environ=spec.environment)
         assert (read.region, read.log_level) == ("eu", "debug")
 
@@ -87,34 +95,29 @@ def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None
 def test_each_role_may_have_its_own_degree(given: list[str], prefill: int, decode: int) -> None:
     settings = up("--pipeline-parallel=3", *given)
     specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
-    read = [
-        load(config, spec.command[4:], prog="worker", environ={})
-        for config, spec in zip((PrefillWorkerConfig, DecodeWorkerConfig), specs, strict=True)
-    ]
+    read = [load(DualWorkerConfig, spec.command[4:], prog="worker", environ={}) for spec in specs]
     assert [(one.tensor_parallel, one.pipeline_parallel) for one in read] == [(prefill, 3), (decode, 3)]
 
 
-def test_decode_workers_alone_are_told_how_to_make_room() -> None:
+def test_workers_of_either_role_are_told_how_a_decode_worker_makes_room() -> None:
     settings = up("--decode=2", "--admission=worst_case", "--swap-memory=0")
     specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
-    for spec in specs[1:]:
+    for spec in specs:
         assert {"--admission=worst_case", "--swap-memory=0"} <= set(spec.command)
-        read = load(DecodeWorkerConfig, spec.command[4:], prog="decode_worker", environ={})
+        read = load(DualWorkerConfig, spec.command[4:], prog="decode_worker", environ={})
         assert (read.admission, read.swap_memory) == ("worst_case", 0)
-    assert not any(flag.startswith(("--admission", "--swap-memory")) for flag in specs[0].command)
 
 
-def test_decode_workers_alone_are_told_what_to_propose() -> None:
+def test_workers_of_either_role_are_told_what_a_decode_worker_proposes() -> None:
     for settings, draft in (
         (up(), None),
         (up("--speculative=auto"), DEMO_DRAFT),
         (up("--speculative=auto", "--model=/m"), None),
         (up("--speculative=draft", "--model=/m", "--draft-model=/d"), Path("/d")),
     ):
-        prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
-        assert not any(flag.startswith(("--speculative", "--draft")) for flag in prefill.command)
-        read = load(DecodeWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
-        assert (read.speculative, read.draft_model) == (settings.services.get("speculative", "off"), draft)
+        for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
+            read = load(DualWorkerConfig, spec.command[4:], prog="worker", environ={})
+            assert (read.speculative, read.draft_model) == (settings.services.get("speculative", "off"), draft)
     with pytest.raises(ConfigError, match="--draft-model"):
         up("--speculative=draft", "--model=/m")
 
@@ -126,7 +129,7 @@ def test_workers_on_one_gpu_share_its_memory_and_others_have_one_of_their_own() 
         visible = [spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs]
         assert [None if one is None else one.split(",")[0] for one in visible] == firsts
         assert all(spec.environment["A"] == "b" for spec in specs)
-        read = [load(DecodeWorkerConfig, spec.command[4:], prog="worker", environ={}) for spec in specs[1:]]
+        read = [load(DualWorkerConfig, spec.command[4:], prog="worker", environ={}) for spec in specs[1:]]
         assert [one.engine_settings()["gpu_memory_share"] for one in read] == parts[1:]
 
 
@@ -227,7 +230,7 @@ def test_workers_keep_to_cores_of_their_own_with_a_thread_for_each() -> None:
     prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {}, machine)
     assert {"--threads=2", "--cores=0,1,4,5"} <= set(prefill.command)
     assert {"--threads=2", "--cores=2,3,6,7"} <= set(decode.command)
-    read = load(DecodeWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
+    read = load(DualWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
     assert (read.cores, read.engine_settings()["threads"]) == ((2, 3, 6, 7), 2)
 
 
@@ -307,3 +310,22 @@ def test_a_model_of_the_native_engine_has_no_adapters(tmp_path: Path) -> None:
     assert len(model_plans(up(f"--models={tmp_path / 'models.toml'}", "--engine=vllm"))) == 1
     with pytest.raises(ConfigError, match="adapters sql, and its engine is native"):
         model_plans(up(f"--models={tmp_path / 'models.toml'}"))
+
+
+def test_each_worker_has_a_file_that_says_what_it_is_and_one_of_vllm_a_program_of_its_role(tmp_path: Path) -> None:
+    settings = up("--model=/m")
+    addresses = replace(ADDRESSES, roles=tmp_path)
+    prefill, decode = worker_specs(settings, model_plans(settings), addresses, {}, MACHINE)
+    for spec, role in ((prefill, "prefill"), (decode, "decode")):
+        read = load(DualWorkerConfig, spec.command[4:], prog="worker", environ={})
+        assert (read.role, read.role_file) == (role, tmp_path / f"{role}-0.role")
+    settings = up("--model=/m", "--engine=vllm")
+    for spec in worker_specs(settings, model_plans(settings), addresses, {}, MACHINE):
+        assert spec.command[3] == f"{spec.name.partition('-')[0]}_worker"
+        assert not any(flag.startswith("--role") for flag in spec.command)
+
+
+def test_a_worker_s_name_says_how_it_began() -> None:
+    plan = ModelPlan("a model", Path("m"), 1, 1, "tandem", "a-model")
+    assert plan.worker_name("decode", 3) == "decode-a-model-3"
+    assert first_role("decode-a-model-3") == "decode"

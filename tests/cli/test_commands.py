@@ -17,7 +17,7 @@ from services.runtime.errors import ConfigError
     ("words", "said"),
     [
         (["satus"], "tandem has no command 'satus'; did you mean status?"),
-        (["fly"], "tandem has no command 'fly'; it must be one of serve, up, scale, drain, "),
+        (["fly"], "tandem has no command 'fly'; it must be one of serve, up, scale, role, drain, "),
         (["keys", "tennant"], "tandem keys has no command 'tennant'; did you mean tenant?"),
         (["status", "--urll", "x"], "tandem status has no flag --urll; did you mean --url? (see tandem status --help)"),
         (["keys", "new", "--tenat=x"], "tandem keys new has no flag --tenat; did you mean --tenant?"),
@@ -64,7 +64,7 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "NUMBERS",
         "NETWORKS",
     }
-    assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {"NAME=COUNT"}
+    assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {"NAME=COUNT", "NAME=DIR"}
 
 
 class Caught(Exception):

@@ -35,6 +35,15 @@ def test_a_running_cluster_takes_orders(tmp_path: Path, monkeypatch: pytest.Monk
         assert tandem("scale", "--decode", "2") == (0, "started: decode-1\ndrained: none\n", "")
         wait_until((tmp_path / "decode-1.pid").exists)
         pid = cluster.pid_of("decode-0")
+        code, _, stderr = tandem("role", "decode-7", "prefill")
+        assert (code, stderr) == (
+            1,
+            "error: no worker 'decode-7' runs here; those are decode-0, decode-1, prefill-0\n",
+        )
+        code, _, stderr = tandem("role", "prefill-0", "decode")
+        assert (code, stderr.partition(":")[0], "--force" in stderr) == (1, "error", True)
+        code, _, stderr = tandem("role", "decode-1", "prefill", "--timeout", "0.5")
+        assert (code, "keeps its role" in stderr) == (1, True), "a stand-in has one role"
         assert tandem("drain", "decode-0") == (0, "decode-0 has ended\n", "")
         assert not Path(f"/proc/{pid}").exists()
         code, _, stderr = tandem("drain", "decode-0")

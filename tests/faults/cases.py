@@ -55,6 +55,8 @@ LONGEST_GAP_S = 5.0
 EVERY_PROMPT_IS_HANDED_OVER = "--local-prefill-tokens=0"
 NUM_SPECS = 32
 BUSY_S = 600.0
+MOST_HELD = 24
+"""File descriptors or threads more than before, under load: a leak would be one with each change of a role."""
 SPARE = {"fds": 8, "rings": 1, "tasks": 8, "threads": 16}
 
 
@@ -346,6 +348,42 @@ async def stop_decode_long(options: Options) -> Row:
 async def stop_prefill_long(options: Options) -> Row:
     """Declared dead, and then it wakes."""
     return await stop(options, "stop_prefill_long", "prefill", 6.0)
+
+
+async def role_changes(options: Options) -> Row:
+    """A random worker takes the other role; one in five of those that may be killed is, and is started again."""
+    async with session("role_changes", options, flags=flags_for(["prefill"]), changes_roles=True) as opened:
+        await change_some_roles(opened, options.num_trials(200), mortal=("prefill-1", "decode-1"))
+    return opened.row
+
+
+async def change_some_roles(opened: Session, number: int, *, mortal: Sequence[str]) -> None:
+    """The trials of `role_changes`. Each role keeps a worker; those that are not killed hold no more than before."""
+    cluster, chance = opened.cluster, opened.chance
+    seconds: list[float] = []
+    before = {name: cluster.resources(name) for name in cluster.workers if name not in mortal}
+
+    async def one() -> int:
+        crowded = [role for role in ("prefill", "decode") if len(cluster.names(role)) > 1]
+        role = chance.choice(crowded)
+        name = chance.choice(cluster.names(role))
+        since = opened.mark()
+        num_hit = len(since.running)
+        cluster.set_role(name, "decode" if role == "prefill" else "prefill")
+        if name in mortal and chance.random() < 0.2:
+            await asyncio.sleep(chance.uniform(0.0, 1.0))
+            await cluster.replace(name)
+        await cluster.ready()
+        seconds.append(time.monotonic() - since.at)
+        return num_hit
+
+    await trials(opened, number, one)
+    opened.row.figures["change_s"] = f"p50 {percentile(seconds, 50):.2f}, most {max(seconds):.2f}"
+    for name, held in before.items():
+        now = cluster.resources(name)
+        opened.row.figures[name] = f"{held} became {now}"
+        if now.fds > held.fds + MOST_HELD or now.threads > held.threads + MOST_HELD or now.rings > held.rings + 4:
+            opened.row.leaks.append(f"{name} held {held} and holds {now}")
 
 
 async def crash_loop(options: Options) -> Row:
@@ -1027,6 +1065,7 @@ CASES: dict[str, Case] = {
     "kill_prefill": kill_prefill,
     "kill_both": kill_both,
     "crash_loop": crash_loop,
+    "role_changes": role_changes,
     "stop_decode_short": stop_decode_short,
     "stop_prefill_short": stop_prefill_short,
     "stop_decode_long": stop_decode_long,

@@ -132,6 +132,8 @@ class FaultCluster:
     clocks: Mapping[str, float] = field(default_factory=dict)
     """By how many seconds the wall clocks of programs are ahead."""
     model: Path = DEMO_MODEL
+    changes_roles: bool = False
+    """Whether workers are programs that can change their role."""
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-faults-"))
@@ -182,6 +184,8 @@ class FaultCluster:
         """Starts a program that does not run."""
         program = self.programs[name]
         package = program.role if program.role == "gateway" else f"{program.role}_worker"
+        if self.changes_roles and program.role != "gateway":
+            package = "dual_worker"
         program.pid = self.nursery.start(
             program=package,
             arguments=program.arguments,
@@ -191,6 +195,11 @@ class FaultCluster:
             clock_ahead_s=self.clocks.get(name, 0.0),
         )
         return program.pid
+
+    def set_role(self, name: str, role: str) -> None:
+        """Tells a worker which role it is to have; `ready` waits until it has it."""
+        (self.folder / f"{name}.role").write_text(role)
+        self.programs[name].role = role
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to a program's process."""
@@ -236,8 +245,9 @@ class FaultCluster:
         ]
 
     def _is_current(self, worker: Mapping[str, Any]) -> bool:
-        """Whether a worker that a gateway sees is the process that was started last."""
-        return bool(worker["pid"] == self.programs[worker["id"]].pid)
+        """Whether a worker that a gateway sees is the process that was started last, in the role that it is to have."""
+        program = self.programs[worker["id"]]
+        return bool((worker["pid"], worker["role"]) == (program.pid, program.role))
 
     async def topology(self, gateway: str | None = None) -> Any:
         """`/cluster` of a gateway."""
@@ -321,6 +331,8 @@ class FaultCluster:
         for role, count in (("prefill", self.prefill), ("decode", self.decode)):
             for index in range(count):
                 own = [f"--id={role}-{index}", "--threads=1", f"--kv-pages={self.kv_pages}"]
+                if self.changes_roles:
+                    own += [f"--role={role}", f"--role-file={self.folder / f'{role}-{index}.role'}"]
                 self._add(role, index, [*common, *own, "--metrics-port=0"])
 
     def _add(self, role: str, index: int, arguments: list[str]) -> Program:

@@ -23,7 +23,7 @@ from typing import Any
 from services.runtime import clock, process
 from worker.vllm import loading
 
-PROGRAMS = ("gateway", "prefill_worker", "decode_worker")
+PROGRAMS = ("gateway", "prefill_worker", "decode_worker", "dual_worker")
 _CLONE_NEWNET = 0x40000000
 
 

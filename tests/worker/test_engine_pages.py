@@ -132,3 +132,18 @@ def test_books_are_compared_once_when_nothing_is_held() -> None:
     bench.allocator._num_promised = NUM_PAGES + 1
     with pytest.raises(InvariantViolated):
         bench.pages.check_books()
+
+
+def test_an_engine_begins_with_cached_pages_of_another_but_with_none_that_is_held() -> None:
+    bench = Bench()
+    bench.computed("a", [1] * 9)
+    with pytest.raises(InvariantViolated, match="left 3 pages held"):
+        EnginePages(bench.allocator, page_size=PAGE_SIZE, clock=ManualClock())
+    bench.pages.close("a")
+    bench.pages = EnginePages(bench.allocator, page_size=PAGE_SIZE, clock=ManualClock())
+    assert bench.begin("b", [1] * 9)[1] == 2, "found by what is in them"
+    bench.pages.close("b")
+    reserved = bench.allocator.allocate(1, state="reserved")
+    with pytest.raises(InvariantViolated, match="left 1 pages held"):
+        EnginePages(bench.allocator, page_size=PAGE_SIZE, clock=ManualClock())
+    bench.allocator.release(reserved)

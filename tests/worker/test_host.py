@@ -37,6 +37,9 @@ class FakeWorker:
     def begin_drain(self) -> None:
         self.calls.append("drain")
 
+    def end_drain(self) -> None:
+        self.calls.append("again")
+
     def load(self) -> Load:
         return Load(8, 8, 0, 0, 0)
 
@@ -134,6 +137,75 @@ async def test_a_worker_is_ready_when_a_gateway_has_found_it_or_none_comes(
     stop.set()
     worker.idle.set()
     await life
+
+
+class FakeChange:
+    def __init__(self) -> None:
+        self.is_due = asyncio.Event()
+        self.is_withdrawn = asyncio.Event()
+
+    async def due(self) -> None:
+        await self.is_due.wait()
+
+    async def withdrawn(self) -> None:
+        await self.is_withdrawn.wait()
+
+
+async def test_a_change_drains_the_worker_and_one_that_is_withdrawn_makes_it_ready_again() -> None:
+    worker, server, lease, stop, change = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event(), FakeChange()
+    life = asyncio.create_task(
+        worker_host.serve_until_drained(worker, server, lease, stop, change=change)  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0.01)
+    assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
+    change.is_due.set()
+    await asyncio.sleep(0.01)
+    assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
+    change.is_due.clear()
+    change.is_withdrawn.set()
+    await asyncio.sleep(0.01)
+    assert lease.states == ["ready", "draining", "ready"]
+    assert (server.calls, worker.calls) == ([True, False, True], ["drain", "again"])
+    change.is_withdrawn.clear()
+    change.is_due.set()
+    await asyncio.sleep(0.01)
+    assert not life.done()
+    worker.idle.set()
+    await life
+    assert (lease.states[-1], server.calls[-1], worker.calls[-1]) == ("draining", "stop", "close")
+
+
+@pytest.mark.parametrize("how", ["signal", "command"])
+async def test_a_worker_that_is_told_to_leave_while_it_changes_leaves_when_it_is_drained(how: str) -> None:
+    worker, server, lease, stop, change = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event(), FakeChange()
+    life = asyncio.create_task(
+        worker_host.serve_until_drained(worker, server, lease, stop, change=change)  # type: ignore[arg-type]
+    )
+    change.is_due.set()
+    await asyncio.sleep(0.01)
+    (stop if how == "signal" else worker.drain_requested).set()
+    await asyncio.sleep(0.01)
+    change.is_withdrawn.set()
+    await asyncio.sleep(0.01)
+    assert (life.done(), worker.calls, lease.states[-1]) == (False, ["drain"], "draining")
+    worker.idle.set()
+    await life
+    assert (server.calls[-1], worker.calls[-1]) == ("stop", "close")
+
+
+async def test_a_change_whose_drain_takes_too_long_goes_on_without_what_is_left() -> None:
+    worker, server, lease, stop, change = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event(), FakeChange()
+    change.is_due.set()
+    life = worker_host.serve_until_drained(
+        worker,  # type: ignore[arg-type]
+        server,  # type: ignore[arg-type]
+        lease,  # type: ignore[arg-type]
+        stop,
+        drain_timeout_s=0.02,
+        change=change,
+    )
+    await asyncio.wait_for(life, 10)
+    assert worker.calls == ["drain", "close"]
 
 
 @pytest.mark.parametrize("is_draining", [False, True])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,11 +16,11 @@ START_TIMEOUT_S = 60
 LOADING = "the draft is loading"
 SLOW_DRAFT = f"""
 import time
-from decode_worker import __main__ as starter
+from decode_worker import __main__ as starter, role
 def load_draft(*_, **__):
     print({LOADING!r}, flush=True)
     time.sleep(600)
-starter.load_draft = load_draft
+role.load_draft = load_draft
 starter.process.run(starter.main)
 """
 
@@ -53,8 +54,13 @@ def start(checkpoint: Callable[..., Path]) -> Iterator[Start]:
         process.communicate()
 
 
-def read_until(process: "subprocess.Popen[str]", text: str) -> None:
-    """Reads the output until a line has the text; a process that says nothing is ended, so that this is, too."""
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def read_until(process: "subprocess.Popen[str]", *texts: str) -> None:
+    """Reads the output until a line has the texts; a process that says nothing is ended, so that this is, too."""
     watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -62,9 +68,9 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
         seen = []
         for line in process.stdout:
             seen.append(line)
-            if text in line:
+            if all(text in line for text in texts):
                 return
-        raise AssertionError(f"it ended without saying {text!r}: {''.join(seen)}")
+        raise AssertionError(f"it ended without saying {texts}: {''.join(seen)}")
     finally:
         watchdog.cancel()
 
@@ -76,6 +82,46 @@ def test_a_worker_gets_ready_and_ends_cleanly_when_it_is_told_to(start: Start, r
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_worker_changes_its_role_with_its_port_and_its_pages(start: Start, tmp_path: Path, first: str) -> None:
+    file, ports = tmp_path / "worker-0.role", [free_port(), free_port(), free_port()]
+    flags = [f"--port={ports[0]}", f"--metrics-port={ports[1]}", f"--transfer-port={ports[2]}", "--transport=tcp"]
+    process = start("-m", "dual_worker", f"--role={first}", f"--role-file={file}", *flags)
+    other = "decode" if first == "prefill" else "prefill"
+    read_until(process, f'"service":"{first}-worker"', '"ready"', f"127.0.0.1:{ports[0]}")
+    for role in (other, first, other):
+        file.write_text(role)
+        read_until(process, f'"service":"{role}-worker"', '"ready"', f"127.0.0.1:{ports[0]}")
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=10) as page:
+            assert f'program="{role}-worker"' in page.read().decode()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0, output
+
+
+def test_a_worker_begins_in_the_role_that_its_file_names_and_keeps_it_where_the_other_cannot_be(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "worker-0.role"
+    file.write_text("prefill\n")
+    flags = ["--speculative=draft", f"--draft-model={tmp_path}"]
+    process = start("-m", "dual_worker", "--role=decode", f"--role-file={file}", *flags)
+    read_until(process, '"service":"prefill-worker"', '"ready"')
+    file.unlink()
+    read_until(process, '"service":"prefill-worker"', "it cannot have the one that is wanted")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert "draining" in output
+
+
+def test_a_worker_that_vllm_computes_for_has_one_role(start: Start) -> None:
+    process = start("-m", "dual_worker", "--role=decode", "--engine=vllm")
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 2
+    assert output.splitlines()[-1].startswith("error: --engine is vllm, which computes for one role only")
 
 
 def test_a_transfer_port_that_is_taken_is_a_setting_that_is_wrong(start: Start) -> None:

@@ -262,6 +262,38 @@ async def test_who_vanished_is_missed_and_who_had_said_that_it_leaves_is_not(mak
     assert [member.record.id for member in topology.members()] == ["d-0", "p-0"]
 
 
+async def test_a_worker_that_stays_after_all_is_missed_when_it_vanishes(make_topology):
+    draining, ready = (msgspec.structs.replace(record("d-0"), state=state) for state in ("draining", "ready"))
+    topology = make_topology(ready)
+    for said in (draining, ready):
+        topology.take_membership([said])
+    member_of(topology, "d-0").session.is_up = False
+    topology.take_membership([])
+    assert [gone.worker.id for gone in topology.presence.gone] == ["d-0"]
+
+
+async def test_a_worker_that_changes_its_role_is_another_member_and_not_missed(make_topology):
+    before, other = (msgspec.structs.replace(record(name), state="ready") for name in ("d-0", "p-0"))
+    topology = make_topology(before, other)
+    assert topology.num_ready("decode") == 1
+    topology.take_membership([msgspec.structs.replace(before, state="draining"), other])
+    after = msgspec.structs.replace(before, role="prefill", incarnation="f" * 32, state="starting", address="")
+    topology.take_membership([after, other])
+    assert [(one.record.role, one.record.id) for one in topology.members()] == [
+        ("decode", "d-0"),
+        ("prefill", "d-0"),
+        ("prefill", "p-0"),
+    ], "the old session is still up"
+    assert topology.num_ready("decode") == 0
+    member_of(topology, "d-0").session.is_up = False
+    topology.take_membership([msgspec.structs.replace(after, state="ready", address="h:1"), other])
+    (member,) = [one for one in topology.members() if one.record.id == "d-0"]
+    come_up(member, WorkerLoad(pages_total=100, pages_free=50))
+    assert sorted(topology.rotation_ids("prefill", "m")) == ["d-0", "p-0"]
+    topology.look_for_missing()
+    assert topology.presence.gone == []
+
+
 async def test_watchers_hear_that_something_is_wrong(make_topology):
     topology = make_topology(record("d-0"))
     noted = []

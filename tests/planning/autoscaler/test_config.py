@@ -30,6 +30,7 @@ def test_limits_must_fit() -> None:
         config("--min-prefill", "2", "--min-decode", "2", "--max-workers", "3")
     policy = config("--max-workers", "4", "--scale-every", "2", "--scale-tpot", "0.05").policy
     assert (policy.max_workers, policy.interval_s, policy.changes_roles) == (4, 2.0, False)
+    assert config("--actor", "up").policy.changes_roles
     assert config("--scale-tpot", "0.05").targets.tpot_s == 0.05
     with pytest.raises(ConfigError, match="statefulsets/NAME"):
         config("--decode-workload", "../secrets/x")

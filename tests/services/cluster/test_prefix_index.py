@@ -387,6 +387,23 @@ async def test_release_deletes_it(client: "redis.Redis", new_publisher: NewPubli
     assert client.exists(HEAD, KEYS, INDEX) == 0
 
 
+async def test_a_later_life_of_a_worker_publishes_what_the_earlier_one_held(
+    index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
+) -> None:
+    first, later = new_record(started_unix_ns=5), new_record(started_unix_ns=6)
+    publisher, keys = new_publisher(first), page_keys(6)
+    publisher.note(keys)
+    await flushed(publisher)
+    publisher.begin_life(later.order)
+    publisher.note(evicted=keys[4:])
+    await flushed(publisher)
+    (sighting,), _ = await index.look({})
+    assert sighting.order == later.order
+    assert await index.longest(keys) == {"prefill-0": 4}
+    publisher.release()
+    assert await index.longest(keys) == {}, "it is deleted as what it was published"
+
+
 async def test_two_workers_of_one_id_the_newer_one_wins(
     client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
 ) -> None:

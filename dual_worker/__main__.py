@@ -1,0 +1,27 @@
+"""Starts a worker that changes its role."""
+
+import sys
+
+import services.runtime.first_process  # first: what comes after it takes seconds
+import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
+import worker.extra  # noqa: F401 - before what needs its packages
+from decode_worker.role import DECODE
+from dual_worker.config import DualWorkerConfig
+from prefill_worker.role import PREFILL
+from services.runtime import config, process
+from worker.role import AnyRole
+from worker.role_change import Roles
+from worker.startup import run_roles
+
+
+def main() -> None:
+    """Runs a worker of either role with the settings of the command line."""
+    settings = config.load(DualWorkerConfig, sys.argv[1:], prog="python -m dual_worker")
+    roles: list[AnyRole] = [PREFILL, DECODE]
+    if settings.role == DECODE.name:
+        roles.reverse()
+    run_roles(settings, Roles(roles, settings.role_file))
+
+
+if __name__ == "__main__":
+    process.run(main)

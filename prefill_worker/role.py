@@ -1,0 +1,53 @@
+"""What a prefill worker is made of: its engines, and what is around them."""
+
+from collections.abc import Callable
+from functools import partial
+
+from prefill_worker.config import PrefillWorkerConfig
+from prefill_worker.engine_loop import prefill_loop
+from prefill_worker.worker import Limits, PrefillWorker, Servicer
+from protos import worker_pb2_grpc
+from services.engine.engine import EngineParts
+from services.engine.rehearsal import load_rehearsed_engine
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.engines import VLLM
+from worker.engine import PrefillEngine, PrefillReport
+from worker.loading import LoadedModel
+from worker.role import Common, Made, Role
+from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
+
+SERVICE_NAME = "tandem.v1.PrefillWorker"
+MAX_PROMPTS = 64
+"""Most prompts that vLLM computes in a step."""
+
+
+def load(settings: PrefillWorkerConfig) -> LoadedModel:
+    """Loads the model with the engine that the settings name."""
+    if settings.engine == VLLM:
+        return load_vllm(VllmSettings.of(settings, max_batch=MAX_PROMPTS))
+    return load_rehearsed_engine(**settings.engine_settings())
+
+
+def engine(
+    settings: PrefillWorkerConfig, model: EngineParts | VllmModel
+) -> Callable[[Callable[[PrefillReport], None]], PrefillEngine]:
+    """Returns what makes the engine of a loaded model."""
+    if isinstance(model, VllmModel):
+        return partial(model.prefill_engine, clock=SYSTEM_CLOCK)
+    return partial(prefill_loop, model, chunk_tokens=settings.chunk_tokens, clock=SYSTEM_CLOCK)
+
+
+def make(common: Common[PrefillWorkerConfig, PrefillReport, PrefillEngine]) -> Made:
+    """The worker of a loaded model."""
+    settings = common.settings
+    worker = PrefillWorker(
+        common.around(),
+        common.facts,
+        make_engine=common.make_engine,
+        limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
+    )
+    servicer = Servicer(worker.sessions)
+    return Made(worker, [lambda server: worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)])
+
+
+PREFILL = Role("prefill", PrefillWorkerConfig, [SERVICE_NAME], load, engine, make)

@@ -1,0 +1,138 @@
+"""What one kind of worker is made of, and what surrounds its engine.
+
+A worker package says in a `Role` what its own part is. Knows no role by name.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import grpc
+
+from kv_transfer.link_end import LinkSetup
+from kv_transfer.protocol.counters import Counters
+from kv_transfer.sending import SendLinks
+from kv_transfer.wire import LinkIdentity
+from services.cluster.prefix_index import PrefixPublisher
+from services.cluster.registry import WorkerLease, named_channels
+from services.runtime.clock import SYSTEM_CLOCK
+from services.structured.grammar import Grammars
+from worker.config import WorkerConfig
+from worker.engine import EngineFacts
+from worker.engine_worker import Around, EngineWorker
+from worker.gpu import GpuWatch
+from worker.host import channel_tls
+from worker.loading import LoadedModel
+from worker.metrics import WorkerMetrics
+
+C = TypeVar("C", bound=WorkerConfig)
+R = TypeVar("R")
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class Common(Generic[C, R, E]):
+    """What both workers are made of, once the model is loaded. `R` and `E` are the role's reports and engine."""
+
+    settings: C
+    incarnation: str
+    model: LoadedModel
+    make_engine: Callable[[Callable[[R], None]], E]
+    numerics: str
+    """Which arithmetic its tokens come from."""
+    metrics: WorkerMetrics
+    lease: WorkerLease | None
+    publisher: PrefixPublisher | None
+    gpu: GpuWatch | None
+    counters: Counters = field(default_factory=Counters)
+
+    @functools.cached_property
+    def link_setup(self) -> LinkSetup:
+        """What this worker brings to its Links, those on which it sends and those on which it receives."""
+        model = self.model
+        identity = LinkIdentity(
+            self.settings.id,
+            self.incarnation,
+            model.fingerprint,
+            model.is_exact,
+            arithmetic=self.numerics,
+            tensor_parallel=model.parallelism.tensor,
+            pipeline_parallel=model.parallelism.pipeline,
+        )
+        return LinkSetup(
+            identity,
+            model.pool,
+            model.allocator,
+            (self.settings.transport,),
+            counters=self.counters,
+            tls=channel_tls(self.settings),
+        )
+
+    def send_links(self) -> SendLinks:
+        """The Links on which it sends pages."""
+        lease = self.lease
+        return SendLinks(
+            self.link_setup,
+            on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
+        )
+
+    def around(self) -> Around:
+        """What surrounds the engine of its worker."""
+        vocab_size = self.model.limits.vocab_size
+        return Around(
+            incarnation=self.incarnation,
+            links=self.send_links(),
+            metrics=self.metrics,
+            clock=SYSTEM_CLOCK,
+            grammars=Grammars(self.settings.model / "tokenizer.json", vocab_size=vocab_size),
+            step_timeout_s=self.settings.step_timeout,
+            gpu=None if self.gpu is None else self.gpu.message,
+            on_pages_changed=None if self.publisher is None else self.publisher.note,
+        )
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What its worker knows of the engine."""
+        model = self.model
+        return EngineFacts(model.limits, model.fingerprint, lambda: model.loss, model.check, model.adapters)
+
+    def watch(self) -> None:
+        """Has metrics read what belongs to no role."""
+        self.metrics.watch_faults(self.counters.snapshot)
+        if self.model.tier is not None:
+            self.metrics.watch_host_tier(self.model.tier.stats)
+        if self.gpu is not None:
+            self.metrics.watch_gpu(self.gpu.use)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A worker, what adds each of its services to a server, and what its record says beside what all records say."""
+
+    worker: EngineWorker[Any]
+    add_services: Sequence[Callable[[grpc.aio.Server], None]]
+    record_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+RoleName = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Role(Generic[C, R, E]):
+    """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made.
+
+    `load` loads the settings' model, and `engine` returns what makes the role's engine from a loaded one, for whatever
+    takes its reports; both away from the event loop. They raise ModelError or ConfigError, and making the engine raises
+    ConfigError where memory that it needs cannot be had.
+    """
+
+    name: RoleName
+    settings: type[C]
+    services: Sequence[str]
+    load: Callable[[C], LoadedModel]
+    engine: Callable[[C, Any], Callable[[Callable[[R], None]], E]]
+    make: Callable[[Common[C, R, E]], Made]
+
+
+AnyRole: TypeAlias = Role[Any, Any, Any]
