@@ -3,13 +3,19 @@
 On one cluster (the demo model), with real processes:
 
 1. cold: a burst before anything else, so that nothing has been seen to drain;
-2. for each factor, the capacity (closed loops of batch work, before and after) and an open loop at that many times the
-   capacity, half of it batch work, three tenths of the rest interactive. A refused request is not sent again;
+2. for each factor, the capacity (tokens that are computed in closed loops of batch work, before and after, over those
+   of an answer) and an open loop at that many times the capacity, half of it batch work, three tenths of the rest
+   interactive. A refused request is not sent again;
 3. stall: bursts that are served in time, all decode workers stopped for some seconds under one of them, the same bursts
    again.
 
 An answer is good if its first token came within --slo-ttft seconds, one of batch work whenever it is complete. Shares
-are of requests that are not batch work: `refused` of all, `late` of those that were let in.
+are of requests that are not batch work: `refused` of all, `late` of those that were let in. `good_over_capacity` is the
+product of two: `useful` is the share of the computed tokens that good answers needed, and `computed_over_capacity` is
+how much was computed at all; `spent` has what each program did in a second.
+
+The load generator has a core of its own, since clients are other machines' work; with --together it shares all cores
+with the cluster.
 """
 
 import argparse
@@ -26,6 +32,7 @@ from typing import Any
 import grpc
 import uvloop
 
+from benchmarks.account import Account, keep_account, within
 from benchmarks.cluster import Cluster, running_cluster
 from benchmarks.overload import NUM_CONNECTIONS, Load, Shape, descendants, warm_up
 from benchmarks.report import Ratio, add_arguments, leave
@@ -61,40 +68,48 @@ class Phases:
         load = self.load()
         return await self._burst(load, self._arguments.burst)
 
-    async def capacity_per_s(self) -> float:
-        """Answers per second where more always wait than can be served."""
-        load, seconds = self.load(), self._arguments.capacity_seconds
-        began_s = time.monotonic()
-        await load.closed_loop(CAPACITY_CLIENTS, "batch", seconds)
-        ends_s = [at_s for at_s in load.tallies["batch"].good_at_s if began_s + seconds / 3 <= at_s < began_s + seconds]
-        return len(ends_s) / (seconds * 2 / 3)
+    async def capacity(self) -> Account:
+        """Returns what is computed where more always wait than can be served."""
+        seconds = self._arguments.capacity_seconds
+        keeping = asyncio.create_task(keep_account(self._cluster, after_s=seconds / 3, for_s=seconds * 2 / 3))
+        await self.load().closed_loop(CAPACITY_CLIENTS, "batch", seconds)
+        return await keeping
 
     async def at(self, factor: float) -> dict[str, Any]:
         """Runs the open loop at `factor` times the capacity."""
-        before_per_s = await self.capacity_per_s()
+        before = await self.capacity()
         load, seconds = self.load(), self._arguments.seconds
-        rate = factor * before_per_s
+        rate = factor * self._answers_per_s(before)
         rates = {"batch": BATCH_SHARE * rate, "interactive": INTERACTIVE_SHARE * rate}
         rates["normal"] = rate - sum(rates.values())
-        began_s = time.monotonic()
+        keeping = asyncio.create_task(keep_account(self._cluster, after_s=seconds / 4, for_s=seconds * 3 / 4))
         await load.open_loop(rates, seconds)
-        end_s = time.monotonic()
+        spent = await keeping
         await load.leave("batch")
         await load.rest()
-        after_per_s = await self.capacity_per_s()
-        from_s = began_s + seconds / 4
-        num_good = sum(from_s <= at_s < end_s for tally in load.tallies.values() for at_s in tally.good_at_s)
-        capacity = statistics.fmean((before_per_s, after_per_s))
+        after = await self.capacity()
+        num_good = sum(within(spent, tally.good_at_s) for tally in load.tallies.values())
+        capacities = [self._answers_per_s(one) for one in (before, after)]
+        capacity, computed_per_s = statistics.fmean(capacities), self._answers_per_s(spent)
         batch = load.tallies["batch"]
         return {
             "factor": factor,
-            "capacity_per_s": (before_per_s, after_per_s),
-            "good_over_capacity": num_good / (end_s - from_s) / capacity,
+            "capacity_per_s": capacities,
+            "good_over_capacity": num_good / spent.seconds / capacity,
+            "useful": num_good / spent.seconds / computed_per_s,
+            "computed_over_capacity": computed_per_s / capacity,
             **self._shares(load),
             "batch_refused": len(batch.refusals_s),
             "batch_sent": batch.num_sent,
             "others": dict(sum((tally.others for tally in load.tallies.values()), Counter())),
+            "spent": spent.figures(),
+            "spent_at_capacity": [one.figures() for one in (before, after)],
         }
+
+    def _answers_per_s(self, account: Account) -> float:
+        """Returns the answers for which these tokens suffice: what goes through the model is all of it but the last."""
+        num_tokens = self._arguments.prompt_tokens + self._arguments.new_tokens - 1
+        return account.computed_tokens / account.seconds / num_tokens
 
     async def around_a_stall(self) -> dict[str, Any]:
         """Bursts before, under and after a stop of all decode workers."""
@@ -165,6 +180,8 @@ async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, 
         for factor in arguments.factors:
             figures["factors"].append(await phases.at(factor))
             show(f"{factor:g} x", figures["factors"][-1])
+        if not arguments.stall_seconds:
+            return figures
         figures["stall"] = await phases.around_a_stall()
         for name, result in figures["stall"].items():
             show(f"stall, {name}", result)
@@ -185,18 +202,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each open loop")
     parser.add_argument("--capacity-seconds", type=float, default=15.0, help="length of each closed loop")
     parser.add_argument("--slo-ttft", type=float, default=5.0, help="time to first token of a good answer, in seconds")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--burst", type=int, default=60, help="requests of the cold burst")
     parser.add_argument("--stall-burst", type=int, default=6, help="requests of the bursts around the stall")
-    parser.add_argument("--stall-seconds", type=float, default=2.5)
+    parser.add_argument("--stall-seconds", type=float, default=2.5, help="0: the phase is left out")
     parser.add_argument("--prefill", type=int, default=1, help="prefill workers")
     parser.add_argument("--decode", type=int, default=1, help="decode workers")
+    parser.add_argument("--together", action="store_true", help="the load generator shares all cores with the cluster")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     add_arguments(parser)
     arguments = parser.parse_args()
-    flags = ("--threads", "1", "--kv-memory", "64MiB")
+    flags = ("--threads", "1", "--kv-memory", "64MiB", "--metrics-port", "0")
+    cores = sorted(os.sched_getaffinity(0))
+    if not arguments.together and len(cores) > 1:
+        os.sched_setaffinity(0, cores[1:])  # what the cluster's processes inherit
     with running_cluster(*flags, model=arguments.model, prefill=arguments.prefill, decode=arguments.decode) as cluster:
+        if not arguments.together:
+            os.sched_setaffinity(0, cores[:1])
         figures = uvloop.run(measure(cluster, arguments))
     ratios = {}
     for result in figures["factors"]:
