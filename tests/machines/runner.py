@@ -52,7 +52,9 @@ class Runner:
             if self._shared is None or self._shared.has_tls != scenario.has_tls:
                 self.close()
                 self._shared = bed.Bed(network=self._network, kv_pages=1024, has_tls=scenario.has_tls).__enter__()
-            return await self._under_load(scenario, self._shared)
+            row = await self._under_load(scenario, self._shared)
+            self._shared.keep_logs = self._shared.keep_logs or not row.is_good
+            return row
         self.close()  # two clusters at once would be in each other's way
         for change in scenario.start:
             self._change(change)

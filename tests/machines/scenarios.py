@@ -164,6 +164,8 @@ def _made() -> list[Scenario]:
     for machine in ("decode-0", REDIS):
         silent = _silent(machine, 60.0, Conditions(is_cut=True))
         made.append(Scenario(f"{machine} cut 60 s", steps=silent, run_s=66))
+    alone = [(at_s, Change(["gateway-0"], [REDIS], Conditions(is_cut=at_s < 60))) for at_s in (1.0, 61.0)]
+    made.append(Scenario("redis cut 60 s from gateway-0 alone", steps=alone, run_s=66))
     made.append(Scenario("redis emptied", steps=[(1.0 + n, Forget()) for n in range(6)], run_s=12))
     made.append(Scenario("redis refuses the password 6 s", steps=[(1.0, Refuse(6.0))], run_s=14))
     for seconds in (30.0, 3600.0):
