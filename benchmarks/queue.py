@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from benchmarks.report import Ratio, add_arguments, leave
 from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane, WaitingPlace
 from services.scheduling.entry import QueueEntry, ServiceClass
-from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
+from services.scheduling.overload import ClusterLoad, OverloadPolicy, Targets
 from services.scheduling.queue import STRATEGIES, RequestQueue
 
 NUM_PAIRS = 1000
@@ -148,13 +148,12 @@ def whole_round(num_waiting: int) -> Round:
             entry = next(stream)
             one = entry.service_class
             load = ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), 0.5, 0.1, 0.01)
-            verdict = policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
+            policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
             queue.push(entry)
             first = queue.peek()
             if first is not None and policy.may_start(first, load):
                 queue.pop()
-                admitted = verdict if isinstance(verdict, Admit) else None
-                policy.note_start(first, now_s, is_backlogged=True, admitted=admitted)
+                policy.note_start(first, now_s, is_backlogged=True)
                 running.append(first.key)
             if len(running) > 64:
                 policy.note_end(running.pop(0), now_s)
@@ -197,13 +196,12 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
             for entry in new[first : first + num_together]:
                 one, now_s = entry.service_class, entry.arrived_s
                 load = ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), 0.5, 0.1, 0.01)
-                verdict = policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
-                places.append((verdict, enter(admission, entry, has_room=True)))
-            for verdict, place in places:
+                policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
+                places.append(enter(admission, entry, has_room=True))
+            for place in places:
                 with place:
                     await place.wait_for_turn(60)
-                admitted = verdict if isinstance(verdict, Admit) else None
-                policy.note_start(place.entry, place.entry.arrived_s, is_backlogged=True, admitted=admitted)
+                policy.note_start(place.entry, place.entry.arrived_s, is_backlogged=True)
                 policy.note_end(place.entry.key, place.entry.arrived_s + 1)
         return time.thread_time() - began_s
 

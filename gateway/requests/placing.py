@@ -290,7 +290,7 @@ class Placing:
         self, request: RunningAnswer, observer: AnswerObserver, attempt: Attempt, route: Route, asked_s: float
     ) -> None:
         verdict = request.note_admitted(self._topology.decode_identity(attempt.decode.peer.worker_id))
-        request.lane.note_started(request.queue_entry, verdict)
+        request.lane.note_started(request.queue_entry)
         queue_delay_s = None if verdict is None else verdict.queue_delay_s
         observer.admitted(request, attempt, route, asked_s=asked_s, queue_delay_s=queue_delay_s)
         self._dispatcher.note_sent(request, route)

@@ -25,7 +25,7 @@ from types import TracebackType
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import DeadlineExceeded, DeadlineTooShort, Overloaded, TandemError
 from services.scheduling.entry import QueueEntry, ServiceClass
-from services.scheduling.lanes import LaneOrder
+from services.scheduling.lanes import LaneKey, LaneOrder
 from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueFull, RequestQueue
 from services.scheduling.routing.route import Route
@@ -102,9 +102,14 @@ class Lane:
         """Notes that the first in the queue could not go, for want of room or because it may not start yet."""
         self._policy.note_backlog(SYSTEM_CLOCK.monotonic(), is_backlogged=is_for_room)
 
-    def note_started(self, entry: QueueEntry, admitted: Admit | None) -> None:
-        """Notes that workers took it. `admitted` is what `check` said of it; None: it was running before."""
-        self._policy.note_start(entry, SYSTEM_CLOCK.monotonic(), is_backlogged=len(self.queue) > 0, admitted=admitted)
+    def note_started(self, entry: QueueEntry) -> None:
+        """Notes that workers took it."""
+        self._policy.note_start(entry, SYSTEM_CLOCK.monotonic(), is_backlogged=len(self.queue) > 0)
+
+    def yield_late(self, now_s: float) -> None:
+        """Puts requests that have missed what they were promised behind the others of their class."""
+        for entry in self.queue.yield_late(now_s):
+            self._policy.note_late(entry, now_s)
 
     def note_ended(self, entry: QueueEntry) -> None:
         """Notes that a request is over, which may have started."""
@@ -254,7 +259,7 @@ class AdmissionQueue:
         for lane in self._lanes.values():
             for entry in lane.queue.expire(now_s):
                 self._places.pop(entry.key).end(DeadlineExceeded("the request's deadline can no longer be met"))
-            lane.queue.yield_late(now_s)
+            lane.yield_late(now_s)
         wait_s = MAX_SILENCE_S
         held: set[Lane] = set()
         kept: set[str] = set()
@@ -287,7 +292,11 @@ class AdmissionQueue:
         places = [self._places[entry.key] for entry in heads if entry is not None]
         if len(places) < 2:
             return places[0] if places else None
-        return min(places, key=lambda place: self._order.key(place.entry, is_resumed=place.is_resumed))
+        return min(places, key=self._order_of)
+
+    def _order_of(self, place: "WaitingPlace") -> LaneKey:
+        is_late = place.lane.queue.has_yielded(place.entry.key)
+        return self._order.key(place.entry, is_resumed=place.is_resumed, is_late=is_late)
 
     def _hold_up(self, place: "WaitingPlace", held: set[Lane], kept: set[str]) -> None:
         """Holds up its own lane, and keeps the workers that it waits for from the others."""

@@ -23,7 +23,7 @@ from planning.simulator.traces import Trace, TraceRequest
 from planning.simulator.transfers import Transfers
 from services.runtime.errors import ConfigError
 from services.scheduling.entry import QueueEntry, ServiceClass
-from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
+from services.scheduling.overload import ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueFull, RequestQueue
 from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.route import Route
@@ -135,7 +135,6 @@ class Cluster:
         self._loop = loop
         self._router = router
         self._overload = None if spec.targets is None else OverloadPolicy()
-        self._admitted: dict[int, Admit] = {}
         self.queue = RequestQueue(strategy=spec.queue_strategy, max_waiting=spec.max_waiting)
         self._jobs: dict[int, Job] = {}
         self._active: dict[int, Job] = {}
@@ -313,7 +312,10 @@ class Cluster:
         self._is_draining = True
         while self._retries and self._place(self._retries[0]):
             self._start(self._retries.popleft())
-        self.queue.yield_late(self._loop.now_s)
+        late = self.queue.yield_late(self._loop.now_s)
+        if self._overload is not None:
+            for yielded in late:
+                self._overload.note_late(yielded, self._loop.now_s)
         is_backlogged = bool(self._retries)
         while not self._retries and (entry := self.queue.peek()) is not None:
             job = self._jobs[self._index(entry)]
@@ -366,7 +368,6 @@ class Cluster:
         if isinstance(verdict, Refuse):
             self._refuse(job, verdict.kind)
             return False
-        self._admitted[job.index] = verdict
         return True
 
     def _may_start(self, entry: QueueEntry, job: Job) -> bool:
@@ -434,16 +435,12 @@ class Cluster:
 
     def _begin(self, entry: QueueEntry, job: Job) -> None:
         if self._overload is not None:
-            self._overload.note_start(
-                entry,
-                self._loop.now_s,
-                is_backlogged=len(self.queue) > 0,
-                admitted=self._admitted.pop(job.index, None),
-            )
+            self._overload.note_start(entry, self._loop.now_s, is_backlogged=len(self.queue) > 0)
         self._start(job)
 
     def _refuse(self, job: Job, reason: str) -> None:
-        self._admitted.pop(job.index, None)
+        if self._overload is not None:
+            self._overload.note_end(job.index, self._loop.now_s)
         job.refusal = reason
         self.num_ended += 1
         self.num_to_come -= 1

@@ -15,8 +15,8 @@ from services.scheduling.entry import QueueEntry, ServiceClass
 ACCOUNTS_KEPT = 64
 """With this many tenants more than twice those that owed something last time, ones that owe nothing are forgotten."""
 
-LaneKey = tuple[int, float, float]
-"""(class, or −1 for a resumed entry; rank; arrival): the smallest goes first."""
+LaneKey = tuple[int, bool, float, float]
+"""(class, or −1 for a resumed entry; whether it is late; rank; arrival): the smallest goes first."""
 
 
 @dataclass(slots=True)
@@ -42,11 +42,11 @@ class LaneOrder:
         """Start tags by entry, from when it was first of its lane until it leaves."""
         self._clocks = tuple(_Clock() for _ in ServiceClass)
 
-    def key(self, entry: QueueEntry, *, is_resumed: bool = False) -> LaneKey:
+    def key(self, entry: QueueEntry, *, is_resumed: bool = False, is_late: bool = False) -> LaneKey:
         """Returns where the first entry of a lane stands among the first ones of the others."""
         if is_resumed:
-            return -1, entry.arrived_s, entry.arrived_s
-        return entry.service_class, self._rank(entry), entry.arrived_s
+            return -1, False, entry.arrived_s, entry.arrived_s
+        return entry.service_class, is_late, self._rank(entry), entry.arrived_s
 
     def went(self, entry: QueueEntry) -> None:
         """Charges the tenant of an entry that had its turn and went past no other; only once, even if it goes again."""

@@ -84,10 +84,9 @@ class ClusterLoad(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Let it in, with the predicted wait for its turn. `is_close`: a wait not much longer would have been too long."""
+    """Let it in, with the predicted wait for its turn."""
 
     queue_delay_s: float
-    is_close: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +149,8 @@ class OverloadPolicy:
         self._caution = FIRST_CAUTION
         self._clock = _WorkingClock(time_constant_s)
         """The clock of the times below, except for rates and means, which forget in real time."""
+        self._close: dict[Hashable, Admit] = {}
+        """What was said of requests whose wait teaches the caution, until it does."""
         self._running: dict[Hashable, float] = {}
         """When each request started."""
         self._tokens = _Mean(time_constant_s)
@@ -162,12 +163,10 @@ class OverloadPolicy:
         self._drained = _Mean(time_constant_s)
         """Tokens per second with a backlog; its weights are seconds."""
 
-    def note_start(
-        self, entry: QueueEntry, now_s: float, *, is_backlogged: bool, admitted: Admit | None = None
-    ) -> None:
-        """Notes that workers took a request. `is_backlogged`: another one now waits for room, not only for `may_start`.
+    def note_start(self, entry: QueueEntry, now_s: float, *, is_backlogged: bool) -> None:
+        """Notes that workers took a request.
 
-        `admitted` is the verdict from when it came; None for a request that starts again.
+        `is_backlogged`: another one now waits for room, not only for `may_start`.
         """
         self._running[entry.key] = work_s = self._note_life(now_s)
         self._tokens.add_sum(entry.cost_tokens, 1.0, now_s)
@@ -176,8 +175,11 @@ class OverloadPolicy:
         if self._backlogged_since_s is not None:
             self._drained.add_sum(entry.cost_tokens, work_s - self._backlogged_since_s, now_s)
         self._backlogged_since_s = work_s if is_backlogged else None
-        if admitted is not None and admitted.is_close:
-            self._note_wait(entry, admitted, now_s)
+        self._note_wait(entry, now_s)
+
+    def note_late(self, entry: QueueEntry, now_s: float) -> None:
+        """Notes that a request that waits has missed what its class is promised; it may wait much longer now."""
+        self._note_wait(entry, now_s)
 
     def note_backlog(self, now_s: float, *, is_backlogged: bool) -> None:
         """Notes, without a start, that a request began to wait for room, or that the last one that did left early."""
@@ -187,7 +189,8 @@ class OverloadPolicy:
             self._backlogged_since_s = self._clock.time_s(now_s)
 
     def note_end(self, key: Hashable, now_s: float) -> None:
-        """Notes that a request that started is over, however it ended."""
+        """Notes that a request is over, which may have started, however it ended."""
+        self._close.pop(key, None)
         if key in self._running:
             work_s = self._note_life(now_s)
             self._stay_s.add_sum(max(0.0, work_s - self._running.pop(key)), 1.0, now_s)
@@ -256,7 +259,10 @@ class OverloadPolicy:
         if self._note_pages(load) and one == ServiceClass.LOW:
             reason = f"{1 - load.free_page_share:.0%} of the pages are in use"
             return Refuse(reason, _retry_after_s(self._stay_s.value / 2, jitter), "pages")
-        return Admit(delay_s, is_close and delay_s > 0)
+        verdict = Admit(delay_s)
+        if is_close and delay_s > 0 and entry.key is not None:
+            self._close[entry.key] = verdict
+        return verdict
 
     def promised_s(self, service_class: ServiceClass, targets: Targets, *, arrived_s: float, prompt_s: float) -> float:
         """Returns when the turn of a request of this class must have come to keep its target; `math.inf`: no target."""
@@ -302,9 +308,10 @@ class OverloadPolicy:
                 self._backlogged_since_s = clock.time_s(now_s)
         return clock.time_s(now_s)
 
-    def _note_wait(self, entry: QueueEntry, admitted: Admit, now_s: float) -> None:
-        if entry.arrived_s < self._clock.resumed_s:
-            return  # it waited through a standstill, which says nothing of predictions
+    def _note_wait(self, entry: QueueEntry, now_s: float) -> None:
+        admitted = self._close.pop(entry.key, None)
+        if admitted is None or entry.arrived_s < self._clock.resumed_s:
+            return  # a wait through a standstill says nothing of predictions
         is_longer = now_s - entry.arrived_s > admitted.queue_delay_s * self._caution
         step = 1 - LATE_SHARE if is_longer else -LATE_SHARE
         self._caution = min(max(1.0, self._caution * (1 + CAUTION_STEP * step)), MAX_CAUTION)

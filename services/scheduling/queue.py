@@ -18,13 +18,14 @@ So a short prompt goes before long ones that came a little earlier, and none tha
 long one does. `fair` counts tokens, and keeps the order of each tenant.
 
 Where more comes than can be served, some turns come too late for what their class is promised, and served in order they
-would make the next ones late too. So an entry that is late already (`yield_late`) goes behind those that came up to
-YIELD_S after it: only once, so that it does not starve.
+would make the next ones late too: computed for nothing. So an entry that is late already (`yield_late`) goes behind all
+others of its class. Its turn comes while none of them waits; a new entry does not count it as work ahead.
 
 A turn is due at the deadline less the service time, or when the client's target for the first token says so. Where a
 client said neither, it is due UNSAID_S after its place: among such entries the order is that of `fcfs`.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,8 +35,6 @@ from operator import itemgetter
 
 from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
 
-YIELD_S = 20.0
-"""An entry whose turn is too late for what its class is promised goes behind those that come within this time, once."""
 SHELLS_KEPT = 64
 """A heap is cleared of shells when it has more of them than this and than living entries."""
 MAX_RUNS = 64
@@ -62,7 +61,7 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The waiting entries of one class."""
+    """The waiting entries of one class, those that are late or the others."""
 
     num_waiting: int = 0
     tokens: int = 0
@@ -149,14 +148,16 @@ class RequestQueue:
         self._weights = {} if tenant_weights is None else tenant_weights  # no copy: it is read live, and may change
         self._resumed = _Lane()
         self._classes = tuple(_Lane() for _ in ServiceClass)
-        self._lanes = (self._resumed, *self._classes)
+        self._late = tuple(_Lane() for _ in ServiceClass)
+        self._lanes = (self._resumed, *(lane for pair in zip(self._classes, self._late, strict=True) for lane in pair))
         self._waiting: dict[Hashable, _Item] = {}
         """All waiting entries, in order of coming."""
         self._num_pushed = 0
         self._num_pushed_back = 0
         self._num_filed = 0
         """Entries with a higher number are not yet among the youngest or in order of deadlines; most never will be."""
-        self._latest_starts: list[tuple[float, int, _Item]] = []
+        self._latest_starts: list[tuple[float, int, bool, _Item]] = []
+        """A heap by `latest_start_s`; an item that was put behind the others is in it beside its shell."""
         self._promises: list[tuple[float, int, _Item]] = []
         """A heap by `promised_s` of the entries that have not yielded."""
 
@@ -174,23 +175,26 @@ class RequestQueue:
     @property
     def num_waiting_by_class(self) -> dict[ServiceClass, int]:
         """Entries of each class, resumed ones included."""
-        counts = {one: lane.num_waiting for one, lane in zip(ServiceClass, self._classes, strict=True)}
+        counts = {one: self._classes[one].num_waiting + self._late[one].num_waiting for one in ServiceClass}
         for item in self._waiting.values() if self._resumed.num_waiting else ():
             if item[3] is self._resumed:
                 counts[item[2].service_class] += 1
         return counts
 
     def waiting_tokens(self, service_class: ServiceClass) -> int:
-        """Returns the tokens before a new entry of this class: of its class, higher ones and resumed requests."""
-        return sum(lane.tokens for lane in self._lanes[: service_class + 2]) if self._waiting else 0
+        """Returns the tokens before a new entry of this class: of its class, higher ones and resumed requests.
+
+        Late ones of its class are behind it.
+        """
+        return sum(lane.tokens for lane in self._lanes[: 2 * service_class + 2]) if self._waiting else 0
 
     def waiting_prompts_s(self, service_class: ServiceClass) -> float:
         """Returns the time that the prompts before a new entry of this class take, one after the other."""
-        return sum(lane.prompts_s for lane in self._lanes[: service_class + 2]) if self._waiting else 0.0
+        return sum(lane.prompts_s for lane in self._lanes[: 2 * service_class + 2]) if self._waiting else 0.0
 
     def num_ahead(self, service_class: ServiceClass) -> int:
         """Returns how many entries go before a new one of this class: its class, higher ones and resumed ones."""
-        return sum(lane.num_waiting for lane in self._lanes[: service_class + 2]) if self._waiting else 0
+        return sum(lane.num_waiting for lane in self._lanes[: 2 * service_class + 2]) if self._waiting else 0
 
     def push(self, entry: QueueEntry, *, is_resumed: bool = False) -> QueueEntry | None:
         """Lets an entry wait. Returns the entry that had to leave for it, if any.
@@ -290,26 +294,16 @@ class RequestQueue:
         item: _Item = (rank, -self._num_pushed_back, entry, lane, None)
         self._waiting[entry.key] = item
         self._file_item(item)
-        heappush(lane.heap, item)
-        lane.num_waiting += 1
-        lane.tokens += entry.cost_tokens
-        lane.prompts_s += entry.prompt_s
+        self._enter(lane, item)
 
     def remove(self, key: Hashable) -> QueueEntry | None:
         """Takes out an entry that leaves early; its tenant is not charged for it. None: it does not wait."""
         item = self._waiting.pop(key, None)
         if item is None:
             return None
-        _, _, entry, lane, _ = item
-        lane.num_waiting -= 1
-        lane.tokens -= entry.cost_tokens
-        lane.prompts_s -= entry.prompt_s
-        lane.num_shells += 1
-        if not lane.num_waiting:
-            lane.clear()
-        elif lane.num_shells > lane.num_waiting + SHELLS_KEPT:
-            self._clear_of_shells(lane)
-        account = lane.accounts.get(entry.tenant)
+        self._leave(item)
+        entry = item[2]
+        account = item[3].accounts.get(entry.tenant)
         if account is not None:
             account.charged_to -= self._share(entry)
         return entry
@@ -319,45 +313,67 @@ class RequestQueue:
         self._file()
         expired = []
         while self._latest_starts and self._latest_starts[0][0] < now_s:
-            item = heappop(self._latest_starts)[2]
+            item = heappop(self._latest_starts)[3]
             if self._is_living(item):
                 self.remove(item[2].key)
                 expired.append(item[2])
         return expired
 
-    def yield_late(self, now_s: float) -> None:
-        """Puts entries whose turn comes too late behind those that came up to YIELD_S after them, each only once.
+    def yield_late(self, now_s: float) -> list[QueueEntry]:
+        """Puts entries whose turn comes too late behind the others of their class, and returns them, each only once.
 
         Strategy `fair` does not: there a tenant's entries keep their order.
         """
         if self._is_fair:
-            return
+            return []
         self._file()
-        moves: dict[int, _Item] = {}
+        yielded = []
         while self._promises and self._promises[0][0] < now_s:
             item = heappop(self._promises)[2]
             if self._is_living(item):
-                moves[item[1]] = self._put_back(item)
-        if not moves:
-            return
-        for lane in self._classes:
-            lane.youngest = [moves.get(item[1], item) for item in lane.youngest]
-            if lane.num_shells > lane.num_waiting + SHELLS_KEPT:
-                self._clear_of_shells(lane)
+                self._put_behind(item)
+                yielded.append(item[2])
+        return yielded
 
-    def _put_back(self, item: _Item) -> _Item:
-        rank, number, entry, lane, _ = item
-        moved: _Item = (rank + YIELD_S, number, entry, lane, None)
+    def has_yielded(self, key: Hashable) -> bool:
+        """Returns whether a waiting entry is behind the others of its class, since it is late."""
+        item = self._waiting[key]
+        return item[3] is self._late[item[2].service_class]
+
+    def _put_behind(self, item: _Item) -> None:
+        rank, number, entry, _, _ = item
+        late = self._late[entry.service_class]
+        moved: _Item = (rank, number, entry, late, None)
         self._waiting[entry.key] = moved  # the same place in the order of coming
-        lane.num_shells += 1
-        heappush(lane.heap, moved)
+        self._leave(item)
+        self._enter(late, moved)
+        insort(late.youngest, moved, key=_number)
         if entry.deadline_s < inf:
-            heappush(self._latest_starts, (entry.latest_start_s, number, moved))
-        return moved
+            heappush(self._latest_starts, (entry.latest_start_s, number, True, moved))
+
+    @staticmethod
+    def _enter(lane: _Lane, item: _Item) -> None:
+        """Counts an item that is in no run."""
+        heappush(lane.heap, item)
+        lane.num_waiting += 1
+        lane.tokens += item[2].cost_tokens
+        lane.prompts_s += item[2].prompt_s
+
+    def _leave(self, item: _Item) -> None:
+        """Makes an item a shell."""
+        entry, lane = item[2], item[3]
+        lane.num_waiting -= 1
+        lane.tokens -= entry.cost_tokens
+        lane.prompts_s -= entry.prompt_s
+        lane.num_shells += 1
+        if not lane.num_waiting:
+            lane.clear()
+        elif lane.num_shells > lane.num_waiting + SHELLS_KEPT:
+            self._clear_of_shells(lane)
 
     def _push_out(self, service_class: ServiceClass) -> QueueEntry:
         self._file()
-        for lane in self._classes[:service_class:-1]:
+        for lane in self._lanes[: 2 * service_class + 2 : -1]:
             while lane.youngest:
                 item = lane.youngest.pop()
                 if self._is_living(item):
@@ -399,12 +415,12 @@ class RequestQueue:
             self._file_item(item)
         heap = self._latest_starts
         if len(heap) > 2 * len(self) + SHELLS_KEPT:
-            self._latest_starts = [filed for filed in heap if self._is_living(filed[2])]
+            self._latest_starts = [filed for filed in heap if self._is_living(filed[3])]
             heapify(self._latest_starts)
         if len(self._promises) > 2 * len(self) + SHELLS_KEPT:
             self._promises = [filed for filed in self._promises if self._is_living(filed[2])]
             heapify(self._promises)
-        for lane in self._classes:
+        for lane in self._lanes[1:]:
             if len(lane.youngest) > 2 * lane.num_waiting + SHELLS_KEPT:
                 lane.youngest = list(self._living(lane.youngest))
 
@@ -413,7 +429,7 @@ class RequestQueue:
         if lane is not self._resumed:
             lane.youngest.append(item)
             if entry.deadline_s < inf:
-                heappush(self._latest_starts, (entry.latest_start_s, number, item))
+                heappush(self._latest_starts, (entry.latest_start_s, number, False, item))
             if entry.promised_s < inf and number > 0:  # an entry that came back keeps its place
                 heappush(self._promises, (entry.promised_s, number, item))
 
@@ -454,6 +470,10 @@ class RequestQueue:
             account.last_start = start
             return start, account.run
         return account.last_start, account.run
+
+
+def _number(item: _Item) -> int:
+    return item[1]
 
 
 def _new_account(lane: _Lane, tenant: str) -> _Account:

@@ -12,6 +12,7 @@ from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneOrder
+from services.scheduling.overload import OverloadPolicy
 from services.scheduling.queue import RequestQueue
 from tests.stopwatch import Stopwatch
 
@@ -288,8 +289,8 @@ class Workers:
         await asyncio.sleep(3 * GATHER_S)
 
 
-def of(tenant, key, service_class=ServiceClass.NORMAL):
-    return QueueEntry(key, service_class, tenant, 10, float(key))
+def of(tenant, key, service_class=ServiceClass.NORMAL, **fields):
+    return QueueEntry(key, service_class, tenant, 10, float(key), **fields)
 
 
 async def test_a_tenant_whose_workers_are_full_delays_nobody_else():
@@ -330,6 +331,42 @@ async def test_classes_are_strict_among_those_who_compete_for_a_worker():
         await workers.settle()
     await asyncio.gather(*tasks)
     assert [key for key, _ in workers.took] == [2, 1, 3, 0]
+
+
+async def test_late_ones_go_behind_those_who_can_be_in_time_whatever_lane_they_are_in():
+    queue = make_queue()
+    workers = Workers(queue, {"of a and b": 0})
+    tasks = await started(
+        workers.wait(of("a", 0, promised_s=SYSTEM_CLOCK.monotonic() - 1.0)),
+        workers.wait(of("b", 1)),
+        workers.wait(of("a", 2)),
+        workers.wait(of("b", 3, ServiceClass.LOW)),
+    )
+    await workers.settle()
+    for _ in tasks:
+        workers.places["of a and b"] = 1
+        await workers.settle()
+    await asyncio.gather(*tasks)
+    assert [key for key, _ in workers.took] == [1, 2, 0, 3]
+
+
+async def test_the_judgement_of_a_lane_hears_of_late_ones():
+    heard, order, room = [], [], Room()
+
+    class Policy(OverloadPolicy):
+        def note_late(self, one, now_s):
+            heard.append(one.key)
+
+    policy = Policy()
+    queue = AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=10), policy=policy))
+    late = QueueEntry("late", ServiceClass.NORMAL, "", 10, 0.0, promised_s=SYSTEM_CLOCK.monotonic() - 1.0)
+    tasks = await started(wait(queue, room, late, order), wait(queue, room, entry("early", arrived_s=1.0), order))
+    await asyncio.sleep(3 * GATHER_S)
+    room.num_places = 2
+    queue.poke()
+    await asyncio.gather(*tasks)
+    assert heard == ["late"]
+    assert order == ["early", "late"]
 
 
 async def test_turns_at_a_worker_that_others_do_not_wait_for_cost_nothing_in_a_fair_queue():

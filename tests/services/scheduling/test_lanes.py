@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,11 @@ class Lanes:
         self.queues[LANES[entry.tenant]].push(entry)
 
     def pop(self):
-        heads = [(self.order.key(head), lane) for lane, queue in self.queues.items() if (head := queue.peek())]
+        heads = [
+            (self.order.key(head, is_late=queue.has_yielded(head.key)), lane)
+            for lane, queue in self.queues.items()
+            if (head := queue.peek())
+        ]
         entry = self.queues[min(heads)[1]].pop()
         self.order.went(entry)
         self.order.left(entry.key)
@@ -54,7 +59,10 @@ def test_they_go_as_they_would_in_one_queue(strategy, kinds, pops):
         make_entry(key, tenant, service_class, level=level, deadline_s=key + 1000.0 * deadline)
         for key, (tenant, service_class, level, deadline) in enumerate(kinds)
     ]
-    for is_pop in [*pops, *[False] * len(entries), *[True] * len(entries)]:
+    entries = [msgspec.structs.replace(entry, promised_s=2.0 * entry.key + 5.0) for entry in entries]
+    for now_s, is_pop in enumerate([*pops, *[False] * len(entries), *[True] * len(entries)]):
+        for queue in (one, *lanes.queues.values()):
+            queue.yield_late(float(now_s))
         if is_pop and len(one):
             assert lanes.pop() is one.pop()
         elif not is_pop and entries:
@@ -101,7 +109,7 @@ def test_one_that_comes_back_and_goes_again_is_charged_once():
         order.key(entry)
         order.went(entry)
     order.left(entry.key)
-    assert order.key(make_entry(2, "a"))[1] == 10
+    assert order.key(make_entry(2, "a"))[2] == 10
 
 
 def test_resumed_requests_go_before_everybody_and_the_end_of_a_queue_makes_all_equal():
@@ -110,7 +118,7 @@ def test_resumed_requests_go_before_everybody_and_the_end_of_a_queue_makes_all_e
     assert order.key(resumed, is_resumed=True) < order.key(urgent)
     order.went(urgent)
     order.clear()
-    assert order.key(make_entry(3, "a", ServiceClass.CRITICAL))[1] == 0
+    assert order.key(make_entry(3, "a", ServiceClass.CRITICAL))[2] == 0
 
 
 def test_tenants_that_owe_nothing_are_forgotten():
@@ -127,4 +135,4 @@ def test_tenants_that_owe_nothing_are_forgotten():
         serve("steady")  # whose turns let the clock run
         serve(f"guest {number}")
     assert sum(len(clock.charged_to) for clock in order._clocks) < 4 * ACCOUNTS_KEPT
-    assert order.key(make_entry(-1, "debtor"))[1] == 10**6
+    assert order.key(make_entry(-1, "debtor"))[2] == 10**6

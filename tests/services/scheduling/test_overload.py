@@ -226,6 +226,34 @@ def test_ends_of_requests_that_never_started_say_nothing():
     assert policy.drain_tokens_per_s(20.0) == before
 
 
+def most_tokens_ahead(policy):
+    """Behind how many tokens one is let in at most."""
+    loads = (ClusterLoad(tokens_ahead=tokens) for tokens in range(100, 3000, 10))
+    let_in = (one for one in loads if isinstance(policy.judge(entry("probe"), one, TARGETS, 20.0), Admit))
+    return max(one.tokens_ahead for one in let_in)
+
+
+def test_one_that_has_missed_its_target_teaches_caution_at_once_and_only_once():
+    policy = busy_policy()
+    before = most_tokens_ahead(policy)
+    late = entry("late", arrived_s=20.0)
+    assert isinstance(policy.judge(late, ClusterLoad(tokens_ahead=before), TARGETS, 20.0), Admit)
+    policy.note_late(late, 22.0)
+    after = most_tokens_ahead(policy)
+    assert after < before
+    policy.note_late(late, 60.0)
+    assert most_tokens_ahead(policy) == after
+
+
+def test_a_request_that_has_ended_teaches_nothing_more():
+    policy = busy_policy()
+    before = most_tokens_ahead(policy)
+    assert isinstance(policy.judge(entry("gone"), ClusterLoad(tokens_ahead=before), TARGETS, 20.0), Admit)
+    policy.note_end("gone", 21.0)
+    policy.note_late(entry("gone"), 60.0)
+    assert most_tokens_ahead(policy) == before
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["start", "end", "backlog", "no backlog"]),
@@ -252,8 +280,7 @@ def test_whatever_happens_the_verdict_has_a_sane_time(seen):
         else:
             assert 1.0 <= verdict.retry_after_s <= 60.0
         if kind == "start":
-            admitted = verdict if isinstance(verdict, Admit) else None
-            policy.note_start(one, now_s, is_backlogged=flag, admitted=admitted)
+            policy.note_start(one, now_s, is_backlogged=flag)
         elif kind == "end":
             policy.note_end(key, now_s)
         else:
@@ -293,7 +320,7 @@ def run_cluster(loads, *, estimate=1.0, seed=0, speed_at=lambda now_s: 1.0, is_j
     rng, outcome = random.Random(seed), Outcome()
     queue, policy = RequestQueue(max_waiting=2000), OverloadPolicy()
     events, num_running, count = [], 0, 0  # (time, number, class of an arrival or entry that ends, was in time)
-    admitted, prefill_s = {}, PREFILL_S * estimate
+    prefill_s = PREFILL_S * estimate
     targets = CLASS_TARGETS
 
     def arrive(now_s, service_class):
@@ -320,7 +347,7 @@ def run_cluster(loads, *, estimate=1.0, seed=0, speed_at=lambda now_s: 1.0, is_j
             num_running += 1
             following = queue.peek()
             waits = following is not None and policy.may_start(following, load_for(following.service_class))
-            policy.note_start(first, now_s, is_backlogged=waits, admitted=admitted.pop(first.key))
+            policy.note_start(first, now_s, is_backlogged=waits)
             prefill_s = PREFILL_S  # a worker's meter knows it after its first prompt
             ttft_s = now_s - first.arrived_s + PREFILL_S * rng.uniform(0.9, 1.1)
             outcome.ttfts_s[first.service_class].append(ttft_s)
@@ -351,7 +378,6 @@ def run_cluster(loads, *, estimate=1.0, seed=0, speed_at=lambda now_s: 1.0, is_j
                 new, load_for(what), targets[what] if is_judged else NONE, now_s, jitter=rng.random()
             )
             if isinstance(verdict, Admit):
-                admitted[count] = verdict
                 try:
                     pushed_out = queue.push(new)
                     outcome.refused[what if pushed_out is None else pushed_out.service_class] += pushed_out is not None

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.scheduling import queue as queue_module
 from services.scheduling.entry import MAX_PASSED_S, PASSED_TIMES, UNSAID_S, QueueEntry, ServiceClass
-from services.scheduling.queue import MAX_LOOSE, MAX_RUNS, SHELLS_KEPT, STRATEGIES, YIELD_S, QueueFull, RequestQueue
+from services.scheduling.queue import MAX_LOOSE, MAX_RUNS, SHELLS_KEPT, STRATEGIES, QueueFull, RequestQueue
 from tests.examples import examples
 
 AGEING_S = 4.0
@@ -33,11 +33,10 @@ class NaiveQueue:
 
     def __init__(self, strategy):
         self.strategy = strategy
-        self.waiting = []  # (is not resumed, class, rank, number, entry), in order of coming
+        self.waiting = []  # (is not resumed, class, is late, rank, number, entry), in order of coming
         self.num_pushed = 0
         self.clocks = Counter()
         self.charged_to, self.last_start = {}, {}
-        self.have_yielded = set()  # numbers
 
     def push(self, new, is_resumed):
         pushed_out = None
@@ -45,12 +44,13 @@ class NaiveQueue:
             lower = [item for item in self.waiting if item[0] and item[1] > new.service_class]
             if not lower:
                 raise QueueFull
-            pushed_out = max(lower, key=lambda item: (item[1], item[3]))
+            pushed_out = max(lower, key=lambda item: (item[1], item[2], item[4]))
             self.leave(pushed_out)
         self.num_pushed += 1
         rank = new.arrived_s if is_resumed else self.rank(new)
-        self.waiting.append((not is_resumed, 0 if is_resumed else new.service_class, rank, self.num_pushed, new))
-        return pushed_out and pushed_out[4]
+        service_class = 0 if is_resumed else new.service_class
+        self.waiting.append((not is_resumed, service_class, False, rank, self.num_pushed, new))
+        return pushed_out and pushed_out[5]
 
     def rank(self, new):
         place_s = new.arrived_s + min(PASSED_TIMES * new.prompt_s, MAX_PASSED_S)
@@ -68,16 +68,16 @@ class NaiveQueue:
         return self.last_start[who]
 
     def pop(self):
-        item = min(self.waiting, key=lambda item: item[:4])
+        item = min(self.waiting, key=lambda item: item[:5])
         self.waiting.remove(item)
         if item[0]:
-            self.clocks[item[1]] = item[2]
+            self.clocks[item[1]] = item[3]
             self.start_anew(item[1])
-        return item[4]
+        return item[5]
 
     def leave(self, item):
         self.waiting.remove(item)
-        left = item[4]
+        left = item[5]
         if item[0] and self.strategy == "fair":
             self.charged_to[left.service_class, left.tenant] -= share(left)
         self.start_anew(item[1])
@@ -90,27 +90,29 @@ class NaiveQueue:
                     del book[who]
 
     def expire(self, now_s):
-        late = [item for item in self.waiting if item[0] and latest_start_s(item[4]) < now_s]
+        late = [item for item in self.waiting if item[0] and latest_start_s(item[5]) < now_s]
         for item in late:
             self.leave(item)
-        return [item[4] for item in late]
+        return [item[5] for item in late]
 
     def yield_late(self, now_s):
+        yielded = []
         for position, item in enumerate(self.waiting):
-            is_late = item[0] and item[4].promised_s < now_s and item[3] not in self.have_yielded
-            if is_late and self.strategy != "fair":
-                self.have_yielded.add(item[3])
-                self.waiting[position] = (*item[:2], item[2] + YIELD_S, *item[3:])
+            if self.strategy != "fair" and item[0] and not item[2] and item[5].promised_s < now_s:
+                self.waiting[position] = (*item[:2], True, *item[3:])
+                yielded.append(item[5])
+        return yielded
 
     def remove(self, key):
         for item in self.waiting:
-            if item[4].key == key:
+            if item[5].key == key:
                 self.leave(item)
-                return item[4]
+                return item[5]
         return None
 
     def ahead(self, service_class):
-        return [item[4] for item in self.waiting if not item[0] or item[1] <= service_class]
+        """Late ones of its class are behind it, and those of higher classes ahead."""
+        return [item[5] for item in self.waiting if not item[0] or item[1:3] < (service_class, True)]
 
 
 def latest_start_s(some):
@@ -183,12 +185,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(now_s=st.integers(0, 16).map(float))
     def yield_late(self, now_s):
-        self.queue.yield_late(now_s)
-        self.naive.yield_late(now_s)
+        yielded = self.queue.yield_late(now_s)
+        assert [one.promised_s for one in yielded] == sorted(one.promised_s for one in yielded)
+        assert {id(one) for one in yielded} == {id(one) for one in self.naive.yield_late(now_s)}
 
     @invariant()
     def counts_are_right(self):
-        waiting = [item[4] for item in self.naive.waiting]
+        waiting = [item[5] for item in self.naive.waiting]
+        assert all(self.queue.has_yielded(item[5].key) == item[2] for item in self.naive.waiting)
         assert len(self.queue) == len(waiting)
         counts = Counter(one.service_class for one in waiting)
         assert self.queue.num_waiting_by_class == {one: counts[one] for one in ServiceClass}
@@ -372,17 +376,19 @@ def test_a_short_prompt_does_not_wait_behind_the_long_ones_that_came_just_before
 
 
 @pytest.mark.parametrize("strategy", ["fcfs", "priority", "sla"])
-def test_whose_turn_comes_too_late_goes_once_behind_those_who_can_be_in_time(strategy):
+def test_whose_turn_comes_too_late_goes_behind_those_who_can_be_in_time_and_is_not_ahead_of_new_ones(strategy):
     queue = RequestQueue(strategy=strategy, max_waiting=100)
     for number in range(3):
         queue.push(entry(("late", number), arrived_s=number / 10, promised_s=4.0))
     queue.push(entry("young", arrived_s=5.0, promised_s=9.0))
-    queue.yield_late(5.0)
+    assert [one.key for one in queue.yield_late(5.0)] == [("late", number) for number in range(3)]
     assert queue.peek().key == "young"
-    queue.push(entry("later", arrived_s=YIELD_S + 1.0, promised_s=math.inf))
-    queue.yield_late(8.0)  # nobody yields twice
+    assert queue.waiting_tokens(ServiceClass.NORMAL) == queue.num_ahead(ServiceClass.NORMAL) == 1
+    assert queue.waiting_tokens(ServiceClass.BATCH) == 4
+    queue.push(entry("later", arrived_s=100.0, promised_s=math.inf))
+    assert queue.yield_late(8.0) == []
     assert queue.remove(("late", 1)) is not None
-    assert drained(queue) == ["young", ("late", 0), ("late", 2), "later"]
+    assert drained(queue) == ["young", "later", ("late", 0), ("late", 2)]
 
 
 def test_who_comes_back_keeps_its_place_however_late_it_is():
