@@ -82,6 +82,8 @@ class Connections(BlockingConnectionPool):
     async def ensure_connection(self, connection: AbstractConnection) -> None:
         """Waits until the connection stands. Raises RedisError; when it is cancelled, connecting continues."""
         task = self._connecting.get(connection)  # redis-py calls it connected before both have shaken hands
+        if task is None and _is_broken(connection):
+            await connection.disconnect()
         if task is None and not connection.is_connected:
             task = self._connecting[connection] = asyncio.create_task(self._connect(connection))
             task.add_done_callback(lambda done: self._has_connected(connection, done))
@@ -143,3 +145,12 @@ async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
     while not task.done() and not deadline.has_passed():
         task.cancel()
         await asyncio.wait((task,), timeout=0.05)
+
+
+def _is_broken(connection: AbstractConnection) -> bool:
+    """Returns whether a connection broke while nobody used it, which redis-py sees of those that Redis ended only.
+
+    An event loop may refuse to write there with an error that is none of Redis or of the system.
+    """
+    writer = connection._writer
+    return writer is not None and writer.is_closing()

@@ -86,6 +86,7 @@ class Proxy:
                 await self.is_open.wait()
                 writer.write(data)
                 await writer.drain()
-            writer.write_eof()
+            if not writer.is_closing():
+                writer.write_eof()
         except OSError:
             writer.transport.abort()

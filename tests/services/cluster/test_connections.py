@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
+import uvloop
 
 from services.cluster.connections import MAX_ROUND_TRIP_S, RoundTrip
 from services.cluster.embedded_redis import EmbeddedRedis
@@ -100,3 +102,30 @@ def test_a_redis_that_stood_still_does_not_make_calls_wait_for_ever() -> None:
     for _ in range(50):
         trip.observe(3600.0)
     assert trip.limit_s <= 3 * MAX_ROUND_TRIP_S
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_connections_that_broke_while_nobody_used_them_are_made_anew(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """As the kernel breaks them some time after the way to Redis was cut; an event loop may refuse to write there."""
+
+    async def breaking() -> None:
+        port, near = free_port(), free_port()
+        server = EmbeddedRedis(port=port)
+        server.start()
+        store = Store(f"redis://127.0.0.1:{near}", cluster="test")
+        try:
+            async with Proxy("127.0.0.1", near, "127.0.0.1", port) as proxy:
+                await answered(store)
+                for call in (store.run, store.run_patiently):
+                    await asyncio.gather(*(call(ECHO, (), ("x",)) for _ in range(3)))
+                    proxy.reset(None)
+                    await asyncio.sleep(0.1)
+                    assert await call(ECHO, (), ("y",)) == b"y"
+                assert store.stats.num_failed_calls == 0
+                await store.close()
+        finally:
+            server.stop()
+
+    run(breaking())
