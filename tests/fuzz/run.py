@@ -260,7 +260,7 @@ def _resident_mib(pid: int) -> int:
 
 
 async def _send(
-    num: int, one: Callable[[], Coroutine[Any, Any, None]], outcome: Outcome, *, progress: Callable[[str], None]
+    num: int, one: Callable[[], Coroutine[Any, Any, None]], outcome: Outcome, *, progress: Callable[[], None]
 ) -> None:
     """`num` inputs, `CONCURRENCY` at a time."""
     left = iter(range(outcome.num_sent, outcome.num_sent + num))
@@ -270,7 +270,7 @@ async def _send(
             outcome.num_sent += 1
             await one()
             if number % 5000 == 4999:
-                progress(f"{number + 1} sent, slowest {outcome.slowest_s:.2f} s, troubles {dict(outcome.troubles)}")
+                progress()
 
     await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
 
@@ -293,9 +293,13 @@ async def fuzz(cluster: Cluster, settings: argparse.Namespace, progress: Callabl
                 else:
                     await fuzzer.grpc(inputs.grpc(), outcome, channel)
 
+            def shown(outcome: Outcome = outcome) -> None:
+                so_far = f"slowest {outcome.slowest_s:.2f} s, troubles {dict(outcome.troubles)}, MiB {memory_mib(pids)}"
+                progress(f"{outcome.num_sent} sent, {so_far}")
+
             looks = {}
             for share in (*LOOKS, *LAST_LOOKS):
-                await _send(round(settings.requests * share) - outcome.num_sent, one, outcome, progress=progress)
+                await _send(round(settings.requests * share) - outcome.num_sent, one, outcome, progress=shown)
                 looks[share] = memory_mib(pids)
         before = {name: max(looks[share].get(name, 0) for share in LOOKS) for name in pids}
         after = {name: min(looks[share].get(name, 0) for share in LAST_LOOKS) for name in pids}
@@ -316,12 +320,19 @@ async def fuzz(cluster: Cluster, settings: argparse.Namespace, progress: Callabl
     return outcomes
 
 
-async def _sound_answer(cluster: Cluster) -> str:
+async def _sound_answer(cluster: Cluster) -> list[str]:
+    """Answers with and without a form, whose first tokens come from a prefill worker, which loads what a form needs."""
+    texts = []
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
-        request = inference_pb2.GenerateRequest(text="def add(a, b):")
-        request.sampling.max_tokens, request.sampling.temperature = 16, 0.0
-        answer = await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=30)
-        return str(answer.text)
+        for schema in ("", '{"enum": ["yes", "no"]}'):
+            request = inference_pb2.GenerateRequest(text="def add(a, b):")
+            request.sampling.max_tokens, request.sampling.temperature = 16, 0.0
+            if schema:
+                request.response_format.json_schema = schema
+            generate = inference_pb2_grpc.InferenceStub(channel).GenerateUnary
+            answer = await generate(request, timeout=30, metadata=[("x-tandem-prefill", "remote")])
+            texts.append(str(answer.text))
+    return texts
 
 
 def report(outcomes: dict[str, Outcome]) -> str:
@@ -344,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100_000, help="of each protocol")
     parser.add_argument("--protocols", nargs="+", choices=["http", "grpc"], default=["http", "grpc"])
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
-    parser.add_argument("--hang", type=float, default=1.0, help="longest wait for an answer, in seconds")
+    parser.add_argument("--hang", type=float, default=5.0, help="longest wait for an answer, in seconds")
     parser.add_argument("--log-dir", type=Path, help="folder that keeps the cluster's logs")
     settings = parser.parse_args(argv)
     print(f"seed {settings.seed}", file=sys.stderr)
