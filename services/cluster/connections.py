@@ -150,7 +150,7 @@ async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
 def _is_broken(connection: AbstractConnection) -> bool:
     """Returns whether a connection broke while nobody used it, which redis-py sees of those that Redis ended only.
 
-    An event loop may refuse to write there with an error that is none of Redis or of the system.
+    An event loop may refuse to write there with an error that is neither Redis' nor the system's.
     """
     writer = connection._writer
     return writer is not None and writer.is_closing()
