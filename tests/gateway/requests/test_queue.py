@@ -339,7 +339,7 @@ async def test_late_ones_go_behind_those_who_can_be_in_time_whatever_lane_they_a
     tasks = await started(
         workers.wait(of("a", 0, promised_s=SYSTEM_CLOCK.monotonic() - 1.0)),
         workers.wait(of("b", 1)),
-        workers.wait(of("a", 2)),
+        workers.wait(of("b", 2)),
         workers.wait(of("b", 3, ServiceClass.LOW)),
     )
     await workers.settle()
