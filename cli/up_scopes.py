@@ -14,7 +14,6 @@ from types import FrameType
 from cli.log_files import make_private_folder
 from cli.up_settings import UpSettings
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.memory import memory_for
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """SIGHUP: the terminal was closed."""
@@ -64,8 +63,7 @@ def own_redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
     if settings.redis is not None:
         yield None
         return
-    max_memory_bytes = memory_for(settings.gateway.file_storage, settings.gateway.journal_storage)
-    with EmbeddedRedis(max_memory_bytes=max_memory_bytes) as redis:
+    with EmbeddedRedis(max_memory_bytes=settings.gateway.storage_bounds.all_bytes) as redis:
         yield redis
 
 

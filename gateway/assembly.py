@@ -40,6 +40,7 @@ from gateway.operator_choices import health_limits, policies, targets
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.lifecycle import Requests
 from gateway.requests.queue import AdmissionQueue, Lane
+from gateway.stored.service import StoredResponses
 from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
@@ -47,10 +48,10 @@ from gateway.topology.presence import Presence
 from gateway.topology.trouble_watch import TroubleWatch, circuits, quarantined, unreadable_keys
 from gateway.topology.troubles import Found, Kind, Troubles
 from services.cluster.batches import BatchStore
-from services.cluster.files import FileStore, Room
+from services.cluster.files import FILE_TIMEOUT_S, FileStore, Room
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
-from services.cluster.memory import Complaint, MemoryUse
+from services.cluster.memory import Complaint
 from services.cluster.placements import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
@@ -77,8 +78,6 @@ MAX_GRPC_CONNECTIONS = 4096
 HTTP_PART, GRPC_PART = 2, 4
 """HTTP may have one in two of the files that the process may open, gRPC one in four. The rest is for workers and Redis.
 """
-BATCH_STORE_TIMEOUT_S = 2.0
-"""Nobody's request waits for this Redis call, and pieces of files are large."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +127,9 @@ class Gateway:
         )
         self._journals = self._make_journals()
         # A third connection: files are larger still.
-        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=FILE_TIMEOUT_S)
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self.stored = self._make_stored(catalog)
         self._storage = self._make_storage_watch(files)
         self.batches = self._make_batches(files)
         self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
@@ -208,12 +208,23 @@ class Gateway:
             on_refusal=self.metrics.note_tenant_refusal,
         )
 
+    def _make_stored(self, catalog: ModelCatalog) -> StoredResponses:
+        return StoredResponses(
+            self._batch_store,
+            self._config,
+            gateway_incarnation=self.incarnation,
+            app_of=self._app_of,
+            catalog=catalog,
+            on_refusal=self.metrics.note_tenant_refusal,
+        )
+
     def _make_storage_watch(self, files: FileStore) -> StorageWatch:
         return StorageWatch(
             self._batch_store,
-            files,
-            journal_bytes=self._config.journal_storage,
-            on_use=self._note_storage,
+            files=files,
+            answers=self.stored.answers,
+            bounds=self._config.storage_bounds,
+            on_use=self.metrics.note_storage,
             on_complaints=self._note_complaints,
         )
 
@@ -250,8 +261,9 @@ class Gateway:
         pace = StreamPace(config.stream_head_s, config.stream_comment_s)
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
         batch_routes = BatchesApi(batches.store, files, bodies=self._bodies, on_change=batches.poke).routes()
+        routes = [*file_routes, *batch_routes, *self.stored.routes()]
         return HttpServer(
-            self._guarded(self.api.app([*file_routes, *batch_routes], pace=pace), bound_to=config.http_host),
+            self._guarded(self.api.app(routes, pace=pace, keeper=self.stored.keeper), bound_to=config.http_host),
             identity=rpc.identity(),
             max_connections=min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // HTTP_PART),
         )
@@ -324,7 +336,7 @@ class Gateway:
         )
 
     def _app_of(self, key_digest: str) -> App:
-        """The HTTP API for rows of batches, which were sent with the key of this digest."""
+        """The HTTP API for what was asked with the key of this digest before. It keeps nothing."""
         return self._http_api(KeyedDoor(self.door, key_digest)).app()
 
     def _check_model(self, key_digest: str, name: str | None) -> None:
@@ -372,6 +384,7 @@ class Gateway:
         self.topology.start()
         self.requests.monitor.start()
         self.batches.start()
+        self.stored.background.start()
         self._storage.start()
         self._trouble_watch.start()
         self._feed.start()
@@ -397,6 +410,7 @@ class Gateway:
         leaving_batches = asyncio.create_task(self.batches.close(timeout_s=min(LEAVE_S, self._config.drain_s)))
         await asyncio.sleep(min(self._config.linger_s, self._config.drain_s))
         await leaving_batches
+        await self.stored.background.close()
         self._http.close_listener()
         # gRPC's listener stays until the end: the library closes it by cancelling the calls that are on their way,
         # which is no reason for clients to try again, as a refusal is.
@@ -431,10 +445,6 @@ class Gateway:
             "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
             "quarantine": quarantined(self._quarantine.count()),
         }
-
-    def _note_storage(self, use: MemoryUse) -> None:
-        limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
-        self.metrics.note_storage(use, limits)
 
     def _note_complaints(self, complaints: Iterable[Complaint]) -> None:
         self.troubles.settle("storage", {one.subject: Found(one.what, one.advice) for one in complaints})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
+from services.cluster.memory import StorageBounds
 from services.hub.source import model_source, served_name
 from services.runtime.adapters import adapters
 from services.runtime.cluster_secret import Secrets
@@ -262,6 +263,27 @@ class GatewayConfig:
         default=512 * 2**20,
         help="Memory of this gateway that those of all tenants together may take.",
     )
+    stored_answer_s: float = option(
+        number(0, 30 * 86_400),
+        default=86_400.0,
+        help="How long responses of /v1/responses are kept after they are complete, in seconds; 0: none are kept, and "
+        "none are generated in the background.",
+    )
+    tenant_answer_storage: int = option(
+        size_bytes(8 * 2**20),
+        default=16 * 2**20,
+        help="What one tenant's stored responses may take in Redis; beyond it, its oldest complete ones are deleted.",
+    )
+    answer_storage: int = option(
+        size_bytes(8 * 2**20),
+        default=64 * 2**20,
+        help="What those of all tenants together may take; beyond it, the oldest of the tenant that has most.",
+    )
+    background_responses: int = option(
+        integer(0, 4096),
+        default=32,
+        help="Responses that this gateway generates in the background at once; 0: it leaves them to other gateways.",
+    )
     drain_s: float = option(
         number(0, 3600), default=30.0, help="Time that running requests have to end after SIGTERM, in seconds."
     )
@@ -390,6 +412,11 @@ class GatewayConfig:
         if self.cluster_secret_file is None and self.cluster_secret is None:
             return None if self.tls_ca is not None else Secrets()
         return Secrets(file=self.cluster_secret_file, value=self.cluster_secret)
+
+    @property
+    def storage_bounds(self) -> StorageBounds:
+        """What clients may fill of Redis' memory."""
+        return StorageBounds(self.file_storage, self.journal_storage, self.answer_storage)
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -70,6 +70,8 @@ TESTED_BY = {
     "gateway/requests/dispatch.py": "gateway/test_faults.py",
     "gateway/requests/observer.py": "gateway/observability/test_request_log.py",
     "gateway/requests/placing.py": "gateway/test_wishes.py",
+    "gateway/stored/service.py": "gateway/stored/test_keeping.py",
+    "services/cluster/answer_scripts.py": "services/cluster/test_answers.py",
     "gateway/topology/views.py": "gateway/topology/test_members.py",
     "gateway/types.py": "gateway/openai/test_requests.py",
     "decode_worker/config.py": "cli/test_children.py",

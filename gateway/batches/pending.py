@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
@@ -95,9 +95,18 @@ class PendingRows:
         self._has_news.set()
 
 
-async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
-    """Asks the HTTP API, in this process, and returns its answer to a row."""
-    headers = [(b"content-type", b"application/json"), (b"x-service-class", b"batch")]
+ROW_HEADERS = ((b"x-service-class", b"batch"),)
+
+
+async def ask(
+    app: App,
+    endpoint: str,
+    body: bytes,
+    *,
+    headers: Sequence[tuple[bytes, bytes]] = ROW_HEADERS,
+    take: Callable[[bytes], None] | None = None,
+) -> RowAnswer:
+    """Asks the HTTP API, in this process, and returns its answer. Parts of a good one go to `take`, if it is given."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     status = 0
     answer_headers: dict[str, str] = {}
@@ -111,10 +120,13 @@ async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
         if message["type"] == "http.response.start":
             status = message["status"]
             answer_headers.update({name.decode(): value.decode("latin-1") for name, value in message["headers"]})
+        elif take is not None and status == 200:
+            take(message["body"])
         else:
             parts.append(message["body"])
 
-    await app(in_process_scope("POST", endpoint, headers), receive, send)
+    told = [(b"content-type", b"application/json"), *headers]
+    await app(in_process_scope("POST", endpoint, told), receive, send)
     return RowAnswer(status, answer_headers, b"".join(parts))
 
 
@@ -123,6 +135,11 @@ def later_s(answer: RowAnswer, row: PendingRow) -> float | None:
     if answer.status == 504:
         row.num_timeouts += 1
         return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None
+    return retry_s(answer)
+
+
+def retry_s(answer: RowAnswer) -> float | None:
+    """Returns the time after which what was refused may be asked again; None: the answer is final."""
     if answer.status not in (0, 429, 503) or answer.headers.get("x-should-retry") == "false":
         return None
     said = answer.headers.get("retry-after", "")

@@ -31,7 +31,7 @@ async def events(
         tally.skip(choice, len(known.token_ids))
 
     def send_now(delta: Delta) -> bool:
-        if not exchange.can_send_event_now():
+        if not exchange.can_send_event_now() or (writer.waits_at_end and delta.finish_reason is not None):
             return False
         event = writer.chunk(0, delta, tally.take(0, delta))
         if event:

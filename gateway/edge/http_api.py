@@ -24,10 +24,10 @@ from gateway.anthropic.request import own_words as anthropic_words
 from gateway.anthropic.writer import MessagesWriter
 from gateway.edge.events import events
 from gateway.edge.generate import Answers, Generator
-from gateway.edge.http_calls import ask_of, read_call, unknown_to_template
+from gateway.edge.http_calls import HttpCall, ask_of, read_call, unknown_to_template
 from gateway.edge.pages import ApiPages, OperatorPages, json_response
 from gateway.edge.tokenization import Tokenization
-from gateway.http.bodies import Bodies
+from gateway.http.bodies import Bodies, Claim
 from gateway.http.exchange import (
     App,
     Endpoint,
@@ -53,6 +53,7 @@ from gateway.openai.responses_request import ResponsesRequest, own_words
 from gateway.openai.responses_writer import ResponsesWriter
 from gateway.openai.writer import Head, Whole, Writer, system_fingerprint
 from gateway.requests.lifecycle import Requests
+from gateway.stored.keeping import Kept, ResponseKeeper
 from services.runtime import status
 from services.runtime.errors import PermissionDenied, RequestCancelled, TandemError, Unauthenticated
 
@@ -72,6 +73,9 @@ VECTOR_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/sco
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's."""
 
+
+Begin = Callable[[Exchange, HttpCall, ApiKey, Claim], Awaitable[Kept | None]]
+"""Completes a request that was read, and returns what keeps its answer. May answer it, which ends the exchange."""
 Serve = Callable[[Exchange, ApiKey], Awaitable[None]]
 """Answers one request of a caller with this key."""
 
@@ -93,6 +97,7 @@ class HttpApi:
         pages: OperatorPages,
     ) -> None:
         self._requests = requests
+        self._keeper: ResponseKeeper | None = None
         self._door = door
         self._bodies = bodies
         self._metrics = metrics
@@ -105,9 +110,18 @@ class HttpApi:
         self.routes: list[BaseRoute] = []
         """What `app` serves; it fills them in."""
 
-    def app(self, more_routes: Sequence[BaseRoute] = (), *, pace: StreamPace = _USUAL_PACE) -> App:
-        """Returns the ASGI application, for `gateway.http.server`. `more_routes` ask for a key like the others."""
-        self._pace = pace
+    def app(
+        self,
+        more_routes: Sequence[BaseRoute] = (),
+        *,
+        pace: StreamPace = _USUAL_PACE,
+        keeper: ResponseKeeper | None = None,
+    ) -> App:
+        """Returns the ASGI application, for `gateway.http.server`. `more_routes` ask for a key like the others.
+
+        `keeper` None: no response is kept, nor generated in the background.
+        """
+        self._pace, self._keeper = pace, keeper
         fast = self._fast_routes()
         routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
@@ -229,14 +243,31 @@ class HttpApi:
 
     async def _responses(self, exchange: Exchange, key: ApiKey) -> None:
         with own_words():
-            await self._generate(exchange, key, body_type=ResponsesRequest, writer_type=ResponsesWriter)
+            await self._generate(
+                exchange, key, body_type=ResponsesRequest, writer_type=ResponsesWriter, begin=self._begin_response
+            )
+
+    async def _begin_response(self, exchange: Exchange, read: HttpCall, key: ApiKey, claim: Claim) -> Kept | None:
+        request = read.body
+        assert isinstance(request, ResponsesRequest)
+        if self._keeper is not None:
+            return await self._keeper.begin(exchange, request, call=read.call, key=key, claim=claim)
+        request.check_stateless()
+        request.store = False
+        return None
 
     async def _messages(self, exchange: Exchange, key: ApiKey) -> None:
         with anthropic_words():
             await self._generate(exchange, key, body_type=MessagesRequest, writer_type=MessagesWriter)
 
     async def _generate(
-        self, exchange: Exchange, key: ApiKey, *, body_type: type[RequestBody], writer_type: type[Writer]
+        self,
+        exchange: Exchange,
+        key: ApiKey,
+        *,
+        body_type: type[RequestBody],
+        writer_type: type[Writer],
+        begin: Begin | None = None,
     ) -> None:
         """Serves a request from its body to the end of its answer."""
         # Held until its texts are tokens.
@@ -244,10 +275,13 @@ class HttpApi:
             read = await read_call(exchange, self._bodies, claim, body_type, writer_type)
             call, catalog = read.call, self._requests.catalog
             self._door.let_in(call, key, model=catalog.name_of(call.model))
-            ask = ask_of(exchange, read, writer_type)
             ignored = [*read.ignored, *unknown_to_template(call, catalog)]
             if ignored:
                 exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
+            kept = None if begin is None else await begin(exchange, read, key, claim)
+            if exchange.has_started:
+                return
+            ask = ask_of(exchange, read, writer_type)
 
             def note_taken(request_id: str, traceparent: str) -> None:
                 claim.release()
@@ -257,10 +291,16 @@ class HttpApi:
 
             with exchange:
                 async with self._generator.answers(ask or call, key, on_taken=note_taken) as answers:
-                    await self._send(exchange, answers, read.body, writer_type)
+                    await self._send(exchange, answers, read.body, writer_type, kept=kept)
 
     async def _send(
-        self, exchange: Exchange, answers: Answers, request: RequestBody, writer_type: type[Writer]
+        self,
+        exchange: Exchange,
+        answers: Answers,
+        request: RequestBody,
+        writer_type: type[Writer],
+        *,
+        kept: Kept | None,
     ) -> None:
         """Sends all answers, as a stream or whole."""
         exchange.add_header(b"x-tandem-model", header_value(answers.named_model))
@@ -271,9 +311,11 @@ class HttpApi:
             last_event_id = exchange.optional_header(b"last-event-id")
             if last_event_id is not None:
                 writer.go_on_after(last_event_id)
-            await self._stream(exchange, answers, writer)
+            writer.waits_at_end = kept is not None
+            await self._stream(exchange, answers, writer, kept=kept)
         else:
-            await exchange.answer(200, await self._body(writer, answers, await answers.wholes()))
+            body = await self._body(writer, answers, await answers.wholes())
+            await exchange.answer(200, body if kept is None else await kept.whole(body))
 
     def _writer(self, answers: Answers, request: RequestBody, writer_type: type[Writer]) -> Writer:
         model = self._requests.catalog[answers.model]
@@ -289,7 +331,7 @@ class HttpApi:
         num_logprobs = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
         return await self._generator.written(answers, num_logprobs, writer.whole_in_steps(wholes))
 
-    async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer) -> None:
+    async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer, *, kept: Kept | None) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""
         opened: set[int] = set()
 
@@ -305,7 +347,7 @@ class HttpApi:
                 async with contextlib.aclosing(events(exchange, answers, writer, opened=opened)) as sent:
                     async for event in sent:
                         if event:
-                            await exchange.send_event(event)
+                            await exchange.send_event(event if kept is None else await kept.passing(event))
         except Exception as error:
             if not exchange.has_started:
                 raise

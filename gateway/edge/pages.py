@@ -52,7 +52,6 @@ class ApiPages:
         return [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
-            Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
             Route("/openapi.json", self._show_document),
             Route("/version", self._show_version),
             Route("/tokenizer_info", self._show_tokenizer),
@@ -94,10 +93,6 @@ class ApiPages:
         name, catalog = request.query_params.get("model"), self._requests.catalog
         self._door.check_model(request.state.key, catalog.name_of(name), asked=name)
         return json_response(catalog.resolve(name).tokenizer.described())
-
-    async def _show_no_response(self, request: Request) -> Response:
-        name = request.path_params["name"][:MAX_NAME_CHARS]
-        raise NotFound(f"there is no response {name}: this server stores none", code="response_not_found")
 
     async def _show_document(self, request: Request) -> Response:
         return Response(document_bytes(asks_for_keys=not self._door.is_open), media_type="application/json")

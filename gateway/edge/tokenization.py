@@ -20,6 +20,7 @@ from gateway.models.template_words import template_words_in
 from gateway.openai.chat import ChatRequest, end_of_prompt
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest, parse, parse_members
 from gateway.openai.responses_request import ResponsesRequest, own_words
+from gateway.requests.call import Call
 from gateway.requests.lifecycle import Requests
 from services.runtime.errors import InvalidRequest
 
@@ -35,9 +36,7 @@ class Tokenization:
     async def count_input(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers how many tokens the input of a response would have."""
         with own_words(), self._bodies.claim(key.tenant) as claim:
-            call = await self._bodies.read(
-                claim, exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call()
-            )
+            call = await self._bodies.read(claim, exchange.read_body, _stateless_call)
             model = await self._let_in(exchange, key, call.model)
             token_ids = await self._encode_to_count(model, call.messages or (), call.tools, key.tenant)
         document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -201,3 +200,9 @@ _OF_CHATS = ("tools", "continue_final_message", "chat_template_kwargs")
 
 def _misplaced(name: str, place: str, other: str) -> InvalidRequest:
     return InvalidRequest(f"{name} goes with {place}, not with {other}", field=name, code="unsupported_parameter")
+
+
+def _stateless_call(body: bytes) -> Call:
+    request, _ = parse(body, ResponsesRequest)
+    request.check_stateless()
+    return request.call()

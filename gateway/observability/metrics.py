@@ -17,7 +17,7 @@ from gateway.topology.member import Member
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles
-from services.cluster.memory import MemoryUse
+from services.cluster.memory import MemoryUse, StorageBounds
 from services.cluster.redis_store import Store
 from services.runtime.breaker import CircuitState
 from services.runtime.metrics import Counts, Distributions, FastRegistry, process_registry
@@ -370,11 +370,12 @@ class Metrics:
         """Notes that a request got no line of its own; it was `refused` or `slow`."""
         self._unlogged.labels(kind).inc()
 
-    def note_storage(self, use: MemoryUse, limits: Mapping[str, int]) -> None:
-        """Notes what Redis' memory is used for now; `limits` are those of the counted kinds."""
-        taken = {"files": use.file_bytes, "journals": use.journal_bytes, "used": use.used_bytes}
-        for kind, num_bytes in taken.items():
+    def note_storage(self, use: MemoryUse, bounds: StorageBounds) -> None:
+        """Notes what Redis' memory is used for now; `bounds` are those of the counted kinds."""
+        taken = {"files": use.file_bytes, "journals": use.journal_bytes, "answers": use.answer_bytes}
+        for kind, num_bytes in {**taken, "used": use.used_bytes}.items():
             self._storage.labels(kind).set(num_bytes)
+        limits = {"files": bounds.file_bytes, "journals": bounds.journal_bytes, "answers": bounds.answer_bytes}
         for kind, num_bytes in {**limits, "used": use.max_bytes}.items():
             self._storage_limit.labels(kind).set(num_bytes)
         self._evicted_keys.set(use.num_evicted_keys)

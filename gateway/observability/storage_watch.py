@@ -7,9 +7,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from services.cluster.answers import AnswerStore
 from services.cluster.connections import end_task
 from services.cluster.files import FileStore
-from services.cluster.memory import Complaint, MemoryUse, complaints, memory_use
+from services.cluster.memory import Complaint, MemoryUse, StorageBounds, complaints, memory_use
 from services.cluster.redis_store import Store
 from services.runtime.errors import StoreUnavailable
 
@@ -19,20 +20,22 @@ logger = logging.getLogger(__name__)
 
 
 class StorageWatch:
-    """`on_use` and `on_complaints` take each look; `journal_bytes` are what all journals may take."""
+    """`on_use` and `on_complaints` take each look; `bounds` are what the counted kinds may take."""
 
     def __init__(
         self,
         store: Store,
-        files: FileStore,
         *,
-        journal_bytes: int,
-        on_use: Callable[[MemoryUse], None],
+        files: FileStore,
+        answers: AnswerStore,
+        bounds: StorageBounds,
+        on_use: Callable[[MemoryUse, StorageBounds], None],
         on_complaints: Callable[[Sequence[Complaint]], None],
     ) -> None:
         self._store = store
         self._files = files
-        self._journal_bytes = journal_bytes
+        self._answers = answers
+        self._bounds = bounds
         self._on_use = on_use
         self._on_complaints = on_complaints
         self._num_evicted_keys: int | None = None
@@ -49,10 +52,9 @@ class StorageWatch:
 
     async def look(self) -> None:
         """Looks once. Raises StoreUnavailable."""
-        use = await memory_use(self._store, self._files)
-        self._on_use(use)
-        bounds = {"file_bytes": self._files.room.all_bytes, "journal_bytes": self._journal_bytes}
-        self._on_complaints(list(complaints(use, **bounds)))
+        use = await memory_use(self._store, files=self._files, answers=self._answers)
+        self._on_use(use, self._bounds)
+        self._on_complaints(list(complaints(use, self._bounds)))
         before, self._num_evicted_keys = self._num_evicted_keys, use.num_evicted_keys
         if before is not None and use.num_evicted_keys > before:
             logger.warning("Redis has evicted keys", extra={"num_keys": use.num_evicted_keys - before})

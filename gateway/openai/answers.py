@@ -242,7 +242,7 @@ class Response(Exact, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
@@ -253,7 +253,7 @@ class Response(Exact, kw_only=True):
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None

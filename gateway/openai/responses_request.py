@@ -1,7 +1,6 @@
 """Requests of OpenAI's Responses API, translated into chat requests.
 
-Knows the spelling of POST /v1/responses and nothing of serving it. Nothing is stored here, so what refers to something
-stored is refused.
+Knows the spelling of POST /v1/responses and nothing of serving it, nor of what is stored.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from gateway.models.conversation import check_conversation, refuse, unsupported
 from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
 from gateway.openai.requests import EffortOption, RequestBody
 from gateway.openai.responses_tools import chat_tools, left_out, told_name
-from gateway.openai.shapes import UP_TO_THE_CONTEXT, list_of, said, synonym
+from gateway.openai.shapes import UP_TO_THE_CONTEXT, flag, list_of, said, synonym
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
 
@@ -33,12 +32,10 @@ _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _TEXT_PARTS = ("input_text", "output_text")
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "this server answers while the client waits"),
     "context_management": (([],), "an input that is too long is refused, and not made shorter"),
     "conversation": ((), "this server stores no conversations; send all of it as input"),
     "moderation": ((), "this server has no moderation"),
     "n": ((1,), "a response is one answer; send several requests"),
-    "previous_response_id": ((), "this server stores no responses; send the conversation so far as input"),
     "prompt": ((), "this server stores no prompts; use instructions and input"),
     "truncation": (("auto", "disabled"), "an input that is too long is refused, and not cut"),
 }
@@ -65,6 +62,10 @@ _RENAMED = (
 
 TEMPLATE_FIELDS: Mapping[str, str] = {"verbosity": "text.verbosity"}
 """Members for the chat template whose names differ from the chat API's."""
+
+
+_NOT_KNOWN = [{"role": "user", "content": ""}]
+"""Stands for a conversation whose beginning is not known yet."""
 
 
 class _MovedMember(InvalidRequest):
@@ -132,15 +133,23 @@ class ResponsesRequest(RequestBody, kw_only=True):
     include: Annotated[list[str] | None, said("`message.output_text.logprobs`, `reasoning.encrypted_content`.")] = None
     top_logprobs: Annotated[int | None, synonym("logprobs", "This many likeliest tokens at each place.")] = None
     metadata: Annotated[Metadata | None, said("Given back.", maxProperties=MAX_METADATA)] = None
-    store: Annotated[bool | None, said("Nothing is stored, whatever it says.")] = None
+    store: Annotated[
+        bool | None,
+        flag("The response is kept for `--stored-answer-s`; the answer's `store` says whether it is.", default=True),
+    ] = None
+    background: Annotated[
+        bool | None,
+        flag("The answer is the response while it waits; it is generated without a reader, and fetched by its id."),
+    ] = None
+    previous_response_id: Annotated[
+        str | None, said("The input and the output of this stored response come before the input.")
+    ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
     enable_thinking: Annotated[bool | None, ENABLE_THINKING] = None
     safety_identifier: Annotated[str | None, said("Given back.", maxLength=MAX_AFFINITY_CHARS)] = None
-    background: Refused = None
     context_management: Refused = None
     conversation: Refused = None
     moderation: Refused = None
-    previous_response_id: Refused = None
     prompt: Refused = None
     truncation: Refused = None
     max_completion_tokens: Refused = None
@@ -150,14 +159,17 @@ class ResponsesRequest(RequestBody, kw_only=True):
     reasoning_effort: Refused = None
     response_format: Refused = None
 
-    def call(self) -> Call:
-        """Returns the call that it asks for. Raises InvalidRequest."""
+    def call(self, *, before: Sequence[Any] = ()) -> Call:
+        """Returns the call that it asks for, with the items `before` its own. Raises InvalidRequest.
+
+        Without the items of its previous response, such a call has no messages of its own yet.
+        """
         self._check_unserved()
         self._check_options()
         shared = {name: getattr(self, name) for name in RequestBody.__struct_fields__ if name != "stream_options"}
         chat = ChatRequest(
             **shared,
-            messages=self._messages(),
+            messages=self._messages(before),
             max_completion_tokens=self.max_output_tokens,
             tools=self.chat_tools(),
             tool_choice=self.chat_tool_choice(),
@@ -178,6 +190,13 @@ class ResponsesRequest(RequestBody, kw_only=True):
             )
         call.prompt_field = "input"
         return call
+
+    def check_stateless(self) -> None:
+        """Raises InvalidRequest for a request that needs a stored response, for where none is kept."""
+        if self.previous_response_id is not None:
+            raise unsupported("previous_response_id", "no responses are stored here; send the conversation as input")
+        if self.background:
+            raise unsupported("background", "no responses are stored here, so the answer comes while the client waits")
 
     @property
     def has_logprobs(self) -> bool:
@@ -243,13 +262,17 @@ class ResponsesRequest(RequestBody, kw_only=True):
                 )
         _check_metadata(self.metadata or {})
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, before: Sequence[Any]) -> list[dict[str, Any]]:
         if self.input is None:
             raise InvalidRequest("input is missing", field="input", code="missing_required_parameter")
+        if self.previous_response_id is not None and not before:
+            return _NOT_KNOWN
         conversation = _Conversation()
         if self.instructions is not None:
             check_text(self.instructions, field_name="instructions")
             conversation.say("system", self.instructions)
+        for item in before:
+            conversation.add(item, "previous_response_id")
         if isinstance(self.input, str):
             check_text(self.input, field_name="input")
             conversation.say("user", self.input)
@@ -307,8 +330,7 @@ class _Conversation:
             kind = "message"
         if kind not in _ITEM_TYPES:
             raise InvalidRequest(
-                f"{name}.type must be one of {', '.join(_ITEM_TYPES)}: this server has no other tools than functions, "
-                "and stores nothing that could be referred to",
+                f"{name}.type must be one of {', '.join(_ITEM_TYPES)}: this server has no other tools than functions",
                 field=f"{name}.type",
                 code="unsupported_parameter" if isinstance(kind, str) else "invalid_value",
             )

@@ -105,7 +105,7 @@ class ResponsesWriter(PartsWriter):
             is_forced=bool(forced_names(tools, request.chat_tool_choice())),
         )
         self._request_id = head.request_id
-        self._head = _head(request, head)
+        self._head = response_head(request, head)
         self._call_id = parts.call_id
         self._own_names = own_names(request.tools or ())
         self._parser = parts.parser(0)
@@ -168,7 +168,7 @@ class ResponsesWriter(PartsWriter):
         if self._open is not None:
             self._open.status = "incomplete"
         code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
-        failed = self._document("failed", error={"code": code, "message": message})
+        failed = self._document("failed", error={"code": code, "message": message}, store=False)
         self._event("response.failed", response=failed)
         return self._written()
 
@@ -283,7 +283,7 @@ class ResponsesWriter(PartsWriter):
         return b"".join(event for _, event in events)
 
 
-def _head(request: ResponsesRequest, head: Head) -> Response:
+def response_head(request: ResponsesRequest, head: Head) -> Response:
     """Returns the response before its output; members without a meaning here are repeated."""
     reasoning = request.reasoning
     return Response(
@@ -291,7 +291,7 @@ def _head(request: ResponsesRequest, head: Head) -> Response:
         object="response",
         created_at=head.created_unix_s,
         status="in_progress",
-        background=False,
+        background=bool(request.background),
         error=None,
         incomplete_details=None,
         instructions=request.instructions,
@@ -301,12 +301,12 @@ def _head(request: ResponsesRequest, head: Head) -> Response:
         model=head.model,
         output=[],
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        previous_response_id=None,
+        previous_response_id=request.previous_response_id,
         prompt_cache_key=request.prompt_cache_key,
         reasoning={"effort": reasoning and reasoning.effort, "summary": None},
         safety_identifier=request.safety_identifier,
         service_tier="default",
-        store=False,
+        store=bool(request.store),
         system_fingerprint=head.system_fingerprint,
         temperature=1.0 if request.temperature is None else request.temperature,
         text={"format": request.shown_format()},

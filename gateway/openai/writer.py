@@ -68,6 +68,8 @@ class Writer(ABC):
     """Whether each event tells the usage so far."""
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """The headers that tell the request's id."""
+    waits_at_end = False
+    """Whether the last event waits until the answer is kept."""
     keep_alive = b": keep-alive\n\n"
     """What keeps a stream alive in which nothing happens; clients pass over it."""
 

@@ -68,6 +68,24 @@ class DeletedFile(Exact):
     deleted: Literal[True]
 
 
+class DeletedResponse(Exact):
+    """A response that was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Exact):
+    """A page of a response's input."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class RowCounts(Exact):
     """Rows of a batch."""
 

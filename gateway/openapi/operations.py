@@ -238,7 +238,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _generation(
         "POST /v1/responses",
         "createResponse",
-        "Answers an input with a response object; nothing is stored.",
+        "Answers an input with a response object, which is kept for a while.",
         body=ResponsesRequest,
         answer=Response,
         events=ResponseEvent,
@@ -274,16 +274,32 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=CountedTokens,
         error=MessageError,
     ),
-    *(
-        Operation(
-            f"{method} /v1/responses/{{name}}",
-            f"{method}Response",
-            "Always 404: nothing is stored.",
-            answer=None,
-            errors=(*EVERYWHERE, 404),
-            path_field="An id.",
-        )
-        for method in ("get", "post", "delete")
+    _stored(
+        "GET /v1/responses/{response_id}",
+        "showResponse",
+        "A stored response as it is now, or the events of one in the background.",
+        answer=Response,
+        events=ResponseEvent,
+        query=(
+            ("stream", "The events of a response that was made with `background` and `stream`.", {"type": "boolean"}),
+            ("starting_after", "The number of the event before the first.", {"type": "integer", "minimum": 0}),
+        ),
+    ),
+    _stored(
+        "DELETE /v1/responses/{response_id}", "deleteResponse", "Forgets a response.", answer=answers.DeletedResponse
+    ),
+    _stored(
+        "POST /v1/responses/{response_id}/cancel",
+        "cancelResponse",
+        "Ends a response in the background; one that is over stays as it is.",
+        answer=Response,
+    ),
+    _stored(
+        "GET /v1/responses/{response_id}/input_items",
+        "listInputItems",
+        "The items of a response's input, with those of the responses that it continues; latest first.",
+        answer=answers.ItemList,
+        query=(*_PAGE, ("order", "By place.", {"enum": ["asc", "desc"]})),
     ),
     Operation(
         "POST /v1/files",

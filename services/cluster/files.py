@@ -19,6 +19,8 @@ FILE_TTL_S = 30 * 86_400.0
 """The longest life of a file."""
 OVERHEAD_BYTES = 1024
 """Bytes that are counted for each file beside its content."""
+FILE_TIMEOUT_S = 2.0
+"""Time-out of the connection for them: nobody's request waits for it, and pieces of files are large."""
 MAX_FILES = 1000
 """Files of one tenant."""
 MAX_PAGE = 1000

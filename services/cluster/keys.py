@@ -260,3 +260,52 @@ class Keys:
     def active_batches(self) -> str:
         """Sorted set of the ids of batches that are not over; the score is when each was made, in unix ms."""
         return self.prefix + "batches.active"
+
+    @property
+    def answer_prefix(self) -> str:
+        """Start of the keys of stored answers; NAME, 32 hex digits, follows, which stands for tenant and id.
+
+        NAME         hash, see `services.cluster.answers`: tenant, id, document and input (JSON), state (queued,
+                     in_progress, over), created (unix time in s), digest (empty: it was never in the background); and
+                     of one in the background: key, body, headers, owner, epoch, tries, has_events
+        NAME:events  list of the events of its stream
+
+        Both expire together: --stored-answer-s after the answer is complete, and an hour later where it never is.
+        """
+        return self.prefix + "answer:"
+
+    @property
+    def answers_prefix(self) -> str:
+        """Start of the keys of lists of tenants' answers that are complete; the tenant's name follows.
+
+        Sorted sets of names; the score is when each was completed, in unix us.
+        """
+        return self.prefix + "answers:"
+
+    @property
+    def running_answers_prefix(self) -> str:
+        """Start of the keys of lists of tenants' answers in the background that are not over, as those of others."""
+        return self.prefix + "answers.running:"
+
+    @property
+    def answer_expiry(self) -> str:
+        """Sorted set of the names of all answers that take room; the score is when each expires, in unix ms."""
+        return self.prefix + "answers.expiry"
+
+    @property
+    def answer_sizes(self) -> str:
+        """Hash: name of an answer that takes room → its size in bytes, a space, its tenant."""
+        return self.prefix + "answers.sizes"
+
+    @property
+    def answer_totals(self) -> str:
+        """Hash: tenant → bytes of its answers; `*` → of all tenants' answers."""
+        return self.prefix + "answers.totals"
+
+    @property
+    def active_answers(self) -> str:
+        """Sorted set of the names of answers in the background that are not over.
+
+        The score is when a gateway may claim each, in unix ms.
+        """
+        return self.prefix + "answers.active"

@@ -1,25 +1,26 @@
 """What Redis' memory is for: how much each kind of keys may take, what it takes, and whether anything may be evicted.
 
-Files, batches and journals are what clients fill; both are counted, and refused where their room is used up. All other
-kinds are bounded by the number of workers, of tenants and of requests at once. Knows no key's format.
+Files, batches, journals and stored answers are what clients fill; all are counted, and refused where their room is used
+up. All other kinds are bounded by the number of workers, of tenants and of requests at once. Knows no key's format.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.cluster.answers import AnswerStore
 from services.cluster.files import FileStore
 from services.cluster.journal_room import swept_bytes
 from services.cluster.redis_store import Store
 
-REST_BYTES = 512 * 2**20
+REST_BYTES = 448 * 2**20
 """Memory for all that clients do not fill: leases, published pages, placements, limits, quarantine."""
 APPENDED_FACTOR = 2
 """Redis gives a text that is appended to up to this many times its size."""
 KEEPING_POLICIES = frozenset({"noeviction"})
 EVICTION_ADVICE = (
-    "leases, files, batches, limits and journals would go with the rest: set maxmemory-policy to noeviction, "
-    "with room for --file-storage and --journal-storage"
+    "leases, files, batches, limits, journals and answers would go with the rest: set maxmemory-policy to noeviction, "
+    "with room for --file-storage, --journal-storage and --answer-storage"
 )
 
 
@@ -36,11 +37,21 @@ class MemoryUse:
     num_evicted_keys: int
     file_bytes: int
     journal_bytes: int
+    answer_bytes: int
 
 
-def memory_for(file_bytes: int, journal_bytes: int) -> int:
-    """The memory that a Redis needs for these bytes of files and batches, those of journals, and all the rest."""
-    return APPENDED_FACTOR * (file_bytes + journal_bytes) + REST_BYTES
+@dataclass(frozen=True, slots=True)
+class StorageBounds:
+    """What the counted kinds may take of Redis' memory, in bytes: files and batches, journals, stored answers."""
+
+    file_bytes: int
+    journal_bytes: int
+    answer_bytes: int
+
+    @property
+    def all_bytes(self) -> int:
+        """The memory that a Redis needs for them and all the rest."""
+        return APPENDED_FACTOR * (self.file_bytes + self.journal_bytes) + self.answer_bytes + REST_BYTES
 
 
 def may_evict(max_bytes: int, policy: str) -> bool:
@@ -56,23 +67,26 @@ class Complaint(NamedTuple):
     advice: str
 
 
-def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterator[Complaint]:
+def complaints(use: MemoryUse, bounds: StorageBounds) -> Iterator[Complaint]:
     """Yields what is wrong with a Redis' memory for these bounds."""
     if may_evict(use.max_bytes, use.policy):
         what = f"Redis throws keys away at its memory limit (maxmemory-policy {use.policy})"
         yield Complaint("maxmemory-policy", what, EVICTION_ADVICE)
-    wanted_bytes = memory_for(file_bytes, journal_bytes)
-    if use.max_bytes and use.max_bytes < wanted_bytes:
+    if use.max_bytes and use.max_bytes < bounds.all_bytes:
         what = (
-            f"Redis has a maxmemory of {use.max_bytes} bytes, and files, batches, journals and the rest may need "
-            f"{wanted_bytes}"
+            f"Redis has a maxmemory of {use.max_bytes} bytes, and files, batches, journals, answers and the rest may "
+            f"need {bounds.all_bytes}"
         )
-        yield Complaint("maxmemory", what, "raise it, or lower --file-storage and --journal-storage")
+        yield Complaint("maxmemory", what, "raise it, or lower --file-storage, --journal-storage and --answer-storage")
 
 
-async def memory_use(store: Store, files: FileStore) -> MemoryUse:
+async def memory_use(store: Store, *, files: FileStore, answers: AnswerStore) -> MemoryUse:
     """Gives back what has expired, and returns what is used. Raises StoreUnavailable."""
-    file_bytes, journal_bytes = await files.swept_bytes(), await swept_bytes(store)
+    file_bytes, journal_bytes, answer_bytes = (
+        await files.swept_bytes(),
+        await swept_bytes(store),
+        await answers.swept_bytes(),
+    )
     memory, stats = await store.info("memory"), await store.info("stats")
     return MemoryUse(
         used_bytes=int(memory.get("used_memory", 0)),
@@ -81,4 +95,5 @@ async def memory_use(store: Store, files: FileStore) -> MemoryUse:
         num_evicted_keys=int(stats.get("evicted_keys", 0)),
         file_bytes=file_bytes,
         journal_bytes=journal_bytes,
+        answer_bytes=answer_bytes,
     )

@@ -76,6 +76,8 @@ BLOCKS: tuple[Any, ...] = (
 )  # fmt: skip
 """Blocks of messages, right and wrong ones, as Anthropic's API has them."""
 PATHS = (
+    "/v1/responses/x", "/v1/responses/x/cancel", "/v1/responses/x/input_items", "/v1/responses/x?stream=true",
+    "/v1/responses/x?starting_after=-1", "/v1/responses/x/input_items?order=x",
     "/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files?limit=x", "/v1/batches", "/v1/batches/x",
     "/v1/batches/x/cancel", "/v1/batches?after=x", "/tokenize", "/detokenize", "/openapi.json", "/dashboard",
     "/dashboard/app.js", "/dashboard/data", "/dashboard/events", "/dashboard/requests/1",

@@ -295,7 +295,7 @@ async def test_official_client_creates_and_streams(client):
     response = await client.responses.create(model="tiny", input=ASKED, store=True, temperature=0.5, top_p=0.9)
     assert response.output_text == "hello world, naïve 🙂 café"
     assert (response.temperature, response.top_p) == (0.5, 0.9)
-    assert response.model_extra["store"] is False
+    assert response.model_extra["store"] is True
     stream = await client.responses.create(model="tiny", input=ASKED, stream=True)
     deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
     assert "".join(deltas) == response.output_text
@@ -368,19 +368,6 @@ async def test_official_client_calls_and_answers(serve):
     assert list(system.workers["decode-0"].attempts[-1].spec.prompt_token_ids) == tokenized["tokens"]
 
 
-async def test_official_client_is_told_that_nothing_is_stored(client):
-    for ask_for in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError) as refused:
-            await ask_for("resp_1")
-        assert refused.value.code == "response_not_found"
-        assert "stores none" in refused.value.message
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.input_items.list("resp_1")
-    with pytest.raises(openai.BadRequestError) as refused:
-        await client.responses.create(model="tiny", input=ASKED, previous_response_id="resp_1")
-    assert refused.value.param == "previous_response_id"
-
-
 async def test_official_client_counts_the_tokens_of_an_input(client, system):
     counted = await client.responses.input_tokens.count(model="tiny", input=ASKED, instructions="Be kind.")
     response = await client.responses.create(model="tiny", input=ASKED, instructions="Be kind.")
@@ -421,7 +408,7 @@ async def test_what_asks_for_nothing_passes(system):
     response = await ask(system, **NEUTRAL)
     assert "x-tandem-ignored" not in response.headers
     body = response.json()
-    expected = {"store": False, "service_tier": "default", "background": False, "max_tool_calls": 3}
+    expected = {"store": True, "service_tier": "default", "background": False, "max_tool_calls": 3}
     assert expected.items() <= body.items()
 
 

@@ -7,8 +7,10 @@ import redis
 
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
+from services.cluster.answers import AnswerRoom, AnswerStore
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import FileStore, Room, new_id
+from services.cluster.memory import StorageBounds
 from services.cluster.redis_store import Store
 
 
@@ -22,13 +24,15 @@ async def test_figures_and_warnings(server, caplog):
     metrics, store = Metrics(), Store(server.url, cluster="test", timeout_s=2.0)
     try:
         files = FileStore(store, room=Room())
-        limits = {"files": 1, "journals": 2}
+        answers = AnswerStore(store, room=AnswerRoom(), life_s=100.0)
+        bounds = StorageBounds(1, 2, 3)
         told = []
         watch = StorageWatch(
             store,
-            files,
-            journal_bytes=2**20,
-            on_use=lambda use: metrics.note_storage(use, limits),
+            files=files,
+            answers=answers,
+            bounds=bounds,
+            on_use=metrics.note_storage,
             on_complaints=told.append,
         )
         await files.put_chunk(new_id("file-"), "acme", 0, b"x" * 1000)
@@ -51,6 +55,7 @@ async def test_figures_and_warnings(server, caplog):
         shown = metrics.render(()).decode()
         assert 'tandem_redis_memory_bytes{kind="files"}' in shown
         assert 'tandem_redis_memory_limit_bytes{kind="journals"} 2.0' in shown
+        assert 'tandem_redis_memory_limit_bytes{kind="answers"} 3.0' in shown
         assert "tandem_redis_evicted_keys 0.0" not in shown
     finally:
         await store.close()

@@ -1,0 +1,330 @@
+"""The responses that this gateway generates in the background: it claims what nobody has, and writes what comes of it.
+
+Each is a streamed request over HTTP without a connection, with a name. So everything that holds for a request holds for
+it, and where its gateway dies, the next one continues after the tokens and events that are known. 429 and 503 mean
+"later" and are no results. Knows no route.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from gateway.batches.pending import RowAnswer, ask, retry_s
+from gateway.http.exchange import App
+from gateway.stored.documents import ENDS, Event, EventSplitter, changed, failed_event, id_of, response_of, with_members
+from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer, name_of_answer
+from services.runtime.errors import StoreUnavailable
+
+ENDPOINT = "/v1/responses"
+RESPONSE_PREFIX = "resp_"
+POLL_S = 1.0
+"""How often a gateway looks for responses that nobody has."""
+RENEWALS_PER_LEASE = 4
+TENANT_PART = 4
+"""A tenant has at most one in this many of a gateway's places, so that others' responses do not have to wait for it."""
+STORE_RETRY_S = 0.25
+"""How often a Redis that is away is tried again."""
+PASS_ON_S = 0.05
+"""How long events are collected before they are written together."""
+MAX_TRIES = 4
+"""How many gateways may begin a response and neither end it nor give it back, as they do that die of it."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Left(Exception):
+    """The response is no longer ours."""
+
+
+class _NoRoom(Exception):
+    """Redis has no room for what is generated."""
+
+
+class Background:
+    """The responses of one gateway, at most `num_places` at once; 0: it leaves them to other gateways.
+
+    `app_of` makes the HTTP API as the owner of the API key with a digest sees it.
+    """
+
+    def __init__(
+        self, store: AnswerStore, *, gateway_incarnation: str, app_of: Callable[[str], App], num_places: int
+    ) -> None:
+        self.store = store
+        self.app_of = app_of
+        self._gateway_incarnation = gateway_incarnation
+        self._num_places = num_places
+        self._poll_s = POLL_S
+        self._runs: dict[str, BackgroundRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._has_news = asyncio.Event()
+        self._readers: dict[str, set[asyncio.Event]] = {}
+
+    def start(self) -> None:
+        """Begins to look for responses, on the running loop."""
+        if self._num_places:
+            self._task = asyncio.create_task(self._follow(), name="background")
+
+    async def close(self) -> None:
+        """Gives all responses back, which other gateways continue."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        for run in list(self._runs.values()):
+            run.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def poke(self, tenant: str, answer_id: str) -> None:
+        """Looks at a response that was made, cancelled or deleted."""
+        name = name_of_answer(tenant, answer_id)
+        self._has_news.set()
+        if name in self._runs:
+            self._runs[name].look()
+        self.tell(name)
+
+    @contextlib.contextmanager
+    def news_of(self, tenant: str, answer_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set whenever this gateway adds something to the response, or learns of its end."""
+        name, news = name_of_answer(tenant, answer_id), asyncio.Event()
+        readers = self._readers.setdefault(name, set())
+        readers.add(news)
+        try:
+            yield news
+        finally:
+            readers.discard(news)
+            if not readers:
+                self._readers.pop(name, None)
+
+    def tell(self, name: str) -> None:
+        """Lets all readers of a response look again."""
+        for news in self._readers.get(name, ()):
+            news.set()
+
+    async def _follow(self) -> None:
+        while True:
+            self._has_news.clear()
+            try:
+                while len(self._runs) < self._num_places and await self._claim():
+                    pass
+            except StoreUnavailable:
+                pass
+            except Exception:  # root of the task: one response that cannot be read keeps no other waiting
+                logger.exception("a response in the background cannot be claimed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._has_news.wait()
+
+    async def _claim(self) -> bool:
+        tenants = Counter(run.answer.tenant for run in self._runs.values())
+        most = max(1, self._num_places // TENANT_PART)
+        # Without keys everybody is one tenant, which has all places.
+        full = [tenant for tenant, num_runs in tenants.items() if tenant and num_runs >= most]
+        answer = await self.store.claim(self._gateway_incarnation, busy_tenants=list(tenants), full_tenants=full)
+        if answer is None:
+            return False
+        if answer.name in self._runs:
+            # Our claim ended before we could renew it, and now it is ours anew: the run of before is out of date.
+            self._runs.pop(answer.name).stop()
+        run = self._runs[answer.name] = BackgroundRun(self, answer)
+        task = asyncio.create_task(run.run(), name=f"background {answer.id}")
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._forget, run))
+        return True
+
+    def _forget(self, run: "BackgroundRun", task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.tell(run.answer.name)
+        if self._runs.get(run.answer.name) is run:
+            del self._runs[run.answer.name]
+            self._has_news.set()
+
+
+class BackgroundRun:
+    """One response while it is ours."""
+
+    def __init__(self, background: Background, answer: ClaimedAnswer) -> None:
+        self.answer = answer
+        self._background = background
+        self._store = background.store
+        self._began = msgspec.json.decode(answer.document)
+        self._looks = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        self._has_stopped = False
+        self._is_lost = False
+        self._splitter = EventSplitter()
+        self._waiting: list[bytes] = []
+        """Events that are not written yet."""
+        self._last: list[Event] = []
+        """The events that end the stream, which are written with the response."""
+        self._has_events = asyncio.Event()
+
+    async def run(self) -> None:
+        """Works until the response is over, is another's, or is given back. Raises nothing."""
+        self._work = asyncio.current_task()
+        extra = {"response": self.answer.id, "epoch": self.answer.epoch}
+        keeping = asyncio.create_task(self._keep(), name=f"claim of {self.answer.id}")
+        try:
+            await self._generate()
+            logger.info("a response in the background is over", extra=extra)
+        except (_Left, asyncio.CancelledError):
+            logger.info("a response in the background was let go", extra=extra)
+            await self._give_back()
+        except Exception:  # the root of the task; it is not given back, so the number of tries grows
+            logger.exception("a response in the background cannot be worked on", extra=extra)
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+    def stop(self) -> None:
+        """Ends the work at once."""
+        if self._work is not None and not self._has_stopped:
+            self._has_stopped = True  # a second cancellation would interrupt what the first one ends
+            self._work.cancel()
+
+    def look(self) -> None:
+        """Looks now whether the response is still to be generated."""
+        self._looks.set()
+
+    async def _generate(self) -> None:
+        """Raises _Left."""
+        answer = self.answer
+        if answer.num_tries > MAX_TRIES:
+            await self._fail("server_error", f"the gateways that generated it ended, {MAX_TRIES} times")
+            return
+        if time.time() > answer.created_s + BACKGROUND_S:
+            await self._fail("server_error", f"it was not complete within {BACKGROUND_S:g} s")
+            return
+        try:
+            told = await self._asked()
+        except _NoRoom:
+            await self._fail("server_error", "there is no room to keep what is generated: delete stored responses")
+            return
+        wait_s = retry_s(told)
+        if told.status != 200 and wait_s is not None:
+            await self._surely(lambda: self._store.give_back(answer, wait_s=wait_s))
+        elif told.status != 200:
+            error = _error_in(told)
+            await self._fail("server_error" if told.status >= 500 else "invalid_prompt", error)
+        elif self._last and self._last[-1].kind in ENDS:
+            await self._write([event.data for event in self._last], document=response_of(self._last[-1]))
+        else:
+            raise RuntimeError("a stream has ended without its last event")
+
+    async def _asked(self) -> RowAnswer:
+        """Asks for the response and passes its events on. Raises _Left or _NoRoom."""
+        answer = self.answer
+        request_id = answer.id.removeprefix(RESPONSE_PREFIX).encode()
+        headers = [
+            (name.encode(), value.encode("latin-1")) for name, value in msgspec.json.decode(answer.order.headers)
+        ]
+        headers += [(b"x-request-id", request_id), (b"idempotency-key", request_id)]
+        last_id = id_of(answer.last_event)
+        if last_id:
+            headers.append((b"last-event-id", last_id.encode()))
+        body = b'{"input":' + answer.input + b"," + answer.order.body.removeprefix(b"{")
+        answer.input, answer.order = b"", replace(answer.order, body=b"")
+        passing_on = asyncio.create_task(self._pass_on(), name=f"events of {answer.id}")
+        asking = asyncio.create_task(
+            ask(self._background.app_of(answer.order.key_digest), ENDPOINT, body, headers=headers, take=self._take)
+        )
+        del body
+        try:
+            await asyncio.wait((asking, passing_on), return_when=asyncio.FIRST_COMPLETED)
+            if passing_on.done():
+                await passing_on
+            await self._write_waiting()
+            return await asking
+        finally:
+            for task in (asking, passing_on):
+                task.cancel()
+            await asyncio.wait((asking, passing_on))
+
+    def _take(self, data: bytes) -> None:
+        """Takes a part of the stream."""
+        known = {name: self._began[name] for name in ("created_at", "background", "store", "previous_response_id")}
+        for event in self._splitter.take(data):
+            event = with_members(event, known)
+            if self._last or event.is_last:
+                self._last.append(event)
+            elif self.answer.order.keeps_events:
+                self._waiting.append(event.data)
+                self._has_events.set()
+
+    async def _pass_on(self) -> None:
+        """Writes events as they come. Raises _Left or _NoRoom."""
+        while True:
+            await self._has_events.wait()
+            await asyncio.sleep(PASS_ON_S)
+            self._has_events.clear()
+            await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
+        events, self._waiting = self._waiting, []
+        if events:
+            await self._write(events)
+
+    async def _write(self, events: list[bytes], *, document: bytes = b"", beyond_room: bool = False) -> None:
+        """Writes events that follow, or the end, for as long as it takes. Raises _Left or _NoRoom."""
+        if not self.answer.order.keeps_events:
+            events = []
+        reply = await self._surely(
+            lambda: self._store.write(self.answer, events, document=document, beyond_room=beyond_room)
+        )
+        self._background.tell(self.answer.name)
+        if reply in (AnswerReply.TENANT_FULL, AnswerReply.ALL_FULL):
+            raise _NoRoom
+        if reply is not AnswerReply.DONE:
+            self._is_lost = True
+            raise _Left
+
+    async def _fail(self, code: str, message: str) -> None:
+        """Ends the response with a reason."""
+        document = changed(self.answer.document, status="failed", error={"code": code, "message": message})
+        await self._write([failed_event(document, self.answer.num_events)], document=document, beyond_room=True)
+
+    async def _keep(self) -> None:
+        """Renews the claim, and ends the work where it cannot be renewed."""
+        while True:
+            reply = await self._surely(lambda: self._store.renew(self.answer))
+            if reply is not AnswerReply.DONE:
+                self._is_lost = True
+                self.stop()
+                return
+            self._looks.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._store.lease_s / RENEWALS_PER_LEASE):
+                    await self._looks.wait()
+
+    async def _give_back(self) -> None:
+        if not self._is_lost:
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.give_back(self.answer)
+
+    async def _surely(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what may be repeated until Redis answers; `_keep` ends it where the response is lost."""
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable:
+                await asyncio.sleep(STORE_RETRY_S)
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, str | None]
+
+
+def _error_in(told: RowAnswer) -> str:
+    """Returns the message of an answer that is no stream."""
+    return msgspec.json.decode(told.body, type=_ErrorBody).error["message"] or ""

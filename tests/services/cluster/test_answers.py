@@ -1,0 +1,175 @@
+"""Stored answers in a real Redis: one owner, bounds that hold, and nothing that stays counted."""
+
+import asyncio
+
+import pytest
+
+from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, AnswerReply
+from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
+from services.cluster.files import OVERHEAD_BYTES
+from services.cluster.keys import Keys
+
+KEYS = Keys("test")
+
+
+@pytest.fixture
+def answers(patient_store):
+    return AnswerStore(patient_store, room=AnswerRoom(), life_s=100.0)
+
+
+def order(digest="d", *, keeps_events=True, body=b"{}"):
+    return BackgroundOrder(digest, "key", body, b"[]", keeps_events)
+
+
+async def put(answers, answer_id="a", tenant="acme", num_bytes=100):
+    return await answers.put(tenant, answer_id, document=b"d" * num_bytes, input_items=b"[]")
+
+
+async def create(answers, answer_id="a", tenant="acme", **more):
+    return await answers.create(tenant, answer_id, order=order(**more), document=b"{}", input_items=b"[]")
+
+
+async def test_what_is_put_is_found_by_its_tenant_alone(answers, client):
+    assert await put(answers) is AnswerReply.DONE
+    found = await answers.find("acme", "a")
+    assert (found.document, found.input, found.state, found.is_background) == (b"d" * 100, b"[]", "over", False)
+    assert await answers.find("other", "a") is None
+    assert not await answers.delete("other", "a")
+    assert await answers.swept_bytes() == 102 + OVERHEAD_BYTES
+    (key,) = [key for key in client.scan_iter(KEYS.answer_prefix + "*")]
+    assert 90 < client.ttl(key) <= 100
+    assert await put(answers, num_bytes=50) is AnswerReply.DONE
+    assert await answers.swept_bytes() == 52 + OVERHEAD_BYTES
+    assert await answers.delete("acme", "a")
+    assert await answers.swept_bytes() == 0
+    assert not [*client.scan_iter(KEYS.answer_prefix + "*")]
+
+
+async def test_what_has_expired_is_no_longer_counted(patient_store):
+    answers = AnswerStore(patient_store, room=AnswerRoom(), life_s=1.0)
+    await put(answers)
+    async with asyncio.timeout(10):
+        while await answers.swept_bytes():  # noqa: ASYNC110 - Redis' own clock decides
+            await asyncio.sleep(0.05)
+    assert await answers.find("acme", "a") is None
+
+
+async def test_the_oldest_of_the_tenant_make_room_and_then_those_of_the_largest(patient_store):
+    each = 1000 + 2 + OVERHEAD_BYTES
+    answers = AnswerStore(patient_store, room=AnswerRoom(3 * each, 4 * each), life_s=100.0)
+    for number in range(4):
+        assert await put(answers, f"a{number}", num_bytes=1000) is AnswerReply.DONE
+    assert [await answers.find("acme", f"a{number}") is not None for number in range(4)] == [False, True, True, True]
+    for number in range(2):
+        assert await put(answers, f"b{number}", "other", num_bytes=1000) is AnswerReply.DONE
+    assert await answers.find("acme", "a1") is None
+    assert await answers.find("other", "b0") is not None
+    assert await put(answers, "large", num_bytes=3 * each) is AnswerReply.TENANT_FULL
+    assert await answers.swept_bytes() <= 4 * each
+
+
+async def test_what_runs_makes_no_room(patient_store):
+    answers = AnswerStore(patient_store, room=AnswerRoom(4000, 6000), life_s=100.0)
+    assert await create(answers, "r", body=b"b" * 2000) is AnswerReply.DONE
+    assert await put(answers, num_bytes=2000) is AnswerReply.TENANT_FULL
+    assert await create(answers, "r", "other", body=b"b" * 1000) is AnswerReply.DONE
+    assert await put(answers, "x", "third", num_bytes=2000) is AnswerReply.ALL_FULL
+    assert (await answers.find("acme", "r")).state == "queued"
+
+
+async def test_ten_thousand_are_kept_and_not_one_more(answers, client):
+    list_key = KEYS.answers_prefix + "acme"
+    await put(answers, "first")
+    client.zadd(list_key, {f"{number:032x}": 2e15 + number for number in range(MAX_ANSWERS - 1)})
+    assert await put(answers, "last") is AnswerReply.DONE
+    assert client.zcard(list_key) == MAX_ANSWERS
+    assert await answers.find("acme", "first") is None
+    assert await answers.find("acme", "last") is not None
+
+
+async def test_an_order_is_made_once(answers):
+    assert await create(answers) is AnswerReply.DONE
+    assert await create(answers) is AnswerReply.HELD
+    assert await create(answers, digest="other") is AnswerReply.FENCED
+    assert await put(answers) is AnswerReply.FENCED
+    await put(answers, "complete")
+    assert await create(answers, "complete") is AnswerReply.FENCED
+    for number in range(MAX_ACTIVE - 1):
+        assert await create(answers, f"a{number}") is AnswerReply.DONE
+    assert await create(answers, "more") is AnswerReply.ACTIVE
+    assert await create(answers, "more", "other") is AnswerReply.DONE
+    await answers.delete("acme", "a0")
+    assert await create(answers, "more") is AnswerReply.DONE
+
+
+async def test_those_whose_keys_are_lost_take_no_place(answers, client):
+    for number in range(MAX_ACTIVE):
+        await create(answers, f"a{number}")
+    client.delete(*client.scan_iter(KEYS.answer_prefix + "*"))
+    assert await create(answers, "more") is AnswerReply.DONE
+    claimed = await answers.claim("me")
+    assert claimed.id == "more"
+    assert await answers.claim("me") is None
+
+
+async def test_one_owner_at_a_time(answers, client):
+    await create(answers)
+    first = await answers.claim("first")
+    assert (first.id, first.tenant, first.order, first.num_tries) == ("a", "acme", order(), 1)
+    assert await answers.claim("second") is None
+    assert await answers.renew(first) is AnswerReply.DONE
+    client.zadd(KEYS.active_answers, {first.name: 0})
+    second = await answers.claim("second")
+    assert (second.epoch, second.num_tries) == (2, 2)
+    assert await answers.renew(first) is AnswerReply.FENCED
+    assert await answers.write(first, [b"late"], document=b"{}") is AnswerReply.FENCED
+    await answers.give_back(first)
+    assert await answers.write(second, [b"one", b"two"]) is AnswerReply.DONE
+    await answers.give_back(second)
+    third = await answers.claim("third")
+    assert (third.num_tries, third.num_events, third.last_event) == (2, 2, b"two")
+    assert await answers.write(third, [b"three"], document=b"{1}") is AnswerReply.DONE
+    assert await answers.write(third, [b"three"], document=b"{1}") is AnswerReply.FENCED
+    assert await answers.events("acme", "a", first=1, most=10) == ("over", [b"two", b"three"])
+    found = await answers.find("acme", "a")
+    assert (found.document, found.state, found.is_background) == (b"{1}", "over", True)
+    assert await answers.claim("fourth") is None
+    assert await answers.swept_bytes() == len("{1}[][]onetwothree") - len("[]") + len("[]") + OVERHEAD_BYTES
+
+
+async def test_events_of_a_call_that_timed_out_are_written_once(answers):
+    await create(answers)
+    claimed = await answers.claim("me")
+    await answers.write(claimed, [b"one", b"two"])
+    claimed.num_events = 0  # its answer did not arrive
+    assert await answers.write(claimed, [b"one", b"two"]) is AnswerReply.DONE
+    claimed.num_events = 1
+    assert await answers.write(claimed, [b"two", b"three"]) is AnswerReply.DONE
+    assert await answers.events("acme", "a", first=0, most=10) == ("in_progress", [b"one", b"two", b"three"])
+    claimed.num_events = 7  # Redis has lost some
+    assert await answers.write(claimed, [b"eight"]) is AnswerReply.GONE
+
+
+async def test_cancel_is_final(answers):
+    await create(answers)
+    claimed = await answers.claim("me")
+    assert await answers.cancel("acme", "a", document=b"{c}") is AnswerReply.DONE
+    assert await answers.cancel("acme", "a", document=b"{d}") is AnswerReply.FENCED
+    assert await answers.cancel("other", "a", document=b"{c}") is AnswerReply.GONE
+    assert await answers.renew(claimed) is AnswerReply.FENCED
+    assert await answers.write(claimed, [], document=b"{e}") is AnswerReply.FENCED
+    assert (await answers.find("acme", "a")).document == b"{c}"
+    await create(answers, "b")
+    claimed = await answers.claim("me")
+    await answers.delete("acme", "b")
+    assert await answers.renew(claimed) is AnswerReply.GONE
+    assert await answers.write(claimed, [b"x"]) is AnswerReply.GONE
+    assert (await answers.events("acme", "b", first=0, most=10)) == ("", [])
+
+
+async def test_tenants_take_turns(answers):
+    for tenant, number in (("acme", 0), ("acme", 1), ("other", 0)):
+        await create(answers, f"a{number}", tenant)
+    assert (await answers.claim("me", busy_tenants=["acme"])).tenant == "other"
+    assert await answers.claim("me", full_tenants=["acme"]) is None
+    assert (await answers.claim("me", busy_tenants=["acme"])).id == "a0"
