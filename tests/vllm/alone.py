@@ -1,7 +1,7 @@
 """vLLM by itself, as a program: greedy answers of a checkpoint to prompts, in the same number type.
 
 Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n}` on standard input and writes the answers' token ids.
-With `"adapter": folder`, they are the answers of the model as that LoRA adapter changes it.
+With `"adapter": folder`, those of the model as that LoRA adapter changes it come after them.
 """
 
 import json
@@ -22,7 +22,11 @@ from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    adapter = asked.get("adapter")
+    adapter, prompts = asked.get("adapter"), asked["prompts"]
+    lora_requests = [None] * len(prompts)
+    if adapter is not None:
+        lora_requests += [LoRARequest("adapter", 1, adapter)] * len(prompts)
+        prompts += prompts
     llm = LLM(
         asked["model"],
         dtype="float32",
@@ -33,9 +37,9 @@ if __name__ == "__main__":
         **({} if adapter is None else {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     )
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in asked["prompts"]],
+        [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=asked["num_tokens"], ignore_eos=True, detokenize=False),
         use_tqdm=False,
-        lora_request=None if adapter is None else LoRARequest("adapter", 1, adapter),
+        lora_request=None if adapter is None else lora_requests,
     )
     json.dump([list(output.outputs[0].token_ids) for output in outputs], sys.stdout)

@@ -32,7 +32,7 @@ FRAME_PAGES = 3
 
 def answer_alone(model: VllmModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Returns what the engine answers to a prompt that nobody hands over."""
-    sequence = Sequence("a", prompt, sampling=Sampling(max_tokens=num_tokens), emitted_token_ids=())
+    sequence = Sequence("a", prompt, sampling=Sampling(max_tokens=num_tokens, temperature=0.0), emitted_token_ids=())
     model._running.add(f"a{next(NUMBERS)}", sequence, salt=ALONE_SALT, service_class=2)
     run(model, sequence)
     return sequence.token_ids[len(prompt) :]
@@ -41,7 +41,7 @@ def answer_alone(model: VllmModel, prompt: list[int], num_tokens: int) -> list[i
 def answer(model: VllmModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Hands the prompt over from one request to another, page by page, and returns the answer."""
     core, number = model._running, next(NUMBERS)
-    first = Sequence("p", prompt, sampling=Sampling(max_tokens=num_tokens), emitted_token_ids=())
+    first = Sequence("p", prompt, sampling=Sampling(max_tokens=num_tokens, temperature=0.0), emitted_token_ids=())
     core.add_held(f"p{number}", first, salt=SALT, service_class=2)
     last = run(model)[-1]
     assert isinstance(last.outcome, SampledToken)
@@ -58,7 +58,7 @@ def answer(model: VllmModel, prompt: list[int], num_tokens: int) -> list[int]:
         writer.write(np.concatenate(reader.pieces(last.block_ids[page : page + FRAME_PAGES])), page, destination)
     core.let_go(f"p{number}")
     emitted = (last.outcome.token_id,)
-    then = Sequence("d", prompt, sampling=Sampling(max_tokens=num_tokens), emitted_token_ids=emitted)
+    then = Sequence("d", prompt, sampling=Sampling(max_tokens=num_tokens, temperature=0.0), emitted_token_ids=emitted)
     core.arrived(f"d{number}", then)
     run(model, then)
     core.check_books()

@@ -83,15 +83,15 @@ def ask(cluster: Cluster, model: str, prompt: list[int], num_tokens: int = NUM_T
     return list(answer["choices"][0]["token_ids"])
 
 
-def alone(model: Path, prompts: list[list[int]], num_tokens: int, **asked: str) -> list[list[int]]:
-    """What vLLM alone answers."""
-    program = {"model": str(model), "prompts": prompts, "num_tokens": num_tokens} | asked
+def alone(model: Path, adapter: Path) -> dict[str, list[list[int]]]:
+    """What vLLM alone answers to the prompts, without the adapter and with it."""
+    program = {"model": str(model), "prompts": prompts(), "num_tokens": NUM_TOKENS, "adapter": str(adapter)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.alone"], input=json.dumps(program), cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE, text=True, check=True, timeout=300,
     )  # fmt: skip
     answers: list[list[int]] = json.loads(done.stdout)
-    return answers
+    return {BASE: answers[: len(PROMPTS_TOKENS)], ADAPTER: answers[len(PROMPTS_TOKENS) :]}
 
 
 def likeliest(folder: Path, prompt: list[int], answer: list[int]) -> list[int]:
@@ -128,10 +128,7 @@ def test_answers_under_load_are_those_of_the_merged_model_also_when_a_worker_die
         answers = [threads.submit(ask, cluster, name, prompts()[number]) for name, number in asked]
         long_answer = answer_whose_worker_dies(cluster)
         seen = {(*one, tuple(answer.result(120))) for one, answer in zip(asked, answers, strict=True)}
-    expected = {
-        BASE: alone(model, prompts(), NUM_TOKENS),
-        ADAPTER: alone(model, prompts(), NUM_TOKENS, adapter=str(adapter)),
-    }
+    expected = alone(model, adapter)
     assert seen == {(name, number, tuple(expected[name][number])) for name, number in asked}
     assert all(base != adapted for base, adapted in zip(*expected.values(), strict=True))
     for prompt, answer in zip(prompts(), expected[ADAPTER], strict=True):

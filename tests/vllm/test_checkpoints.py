@@ -97,6 +97,27 @@ def make_latent(folder: Path) -> Path:
     return folder
 
 
+def make_latent_v3(folder: Path) -> Path:
+    """Writes one whose experts are chosen as DeepSeek-V3 does it, which the config of `transformers` does not say."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(6)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, q_lora_rank=64, kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=2048, initializer_range=0.1,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            correction.normal_(std=0.3)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text()) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
 def run(model: Path, dtype: str, **asked: object) -> "subprocess.CompletedProcess[str]":
     chance = random.Random(7)
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 32, 300)]
@@ -121,9 +142,9 @@ def test_an_answer_from_pages_that_arrived_is_what_vllm_answers_alone(
     check_answers(run(make(tmp_path, quantize), "auto"))
 
 
-@pytest.mark.slow
-def test_latent_vectors_are_handed_over(tmp_path: Path) -> None:
-    check_answers(run(make_latent(tmp_path), "bfloat16"))
+@pytest.mark.parametrize("make_model", [pytest.param(make_latent, marks=pytest.mark.slow), make_latent_v3])
+def test_latent_vectors_are_handed_over(tmp_path: Path, make_model: Callable[[Path], Path]) -> None:
+    check_answers(run(make_model(tmp_path), "bfloat16"))
 
 
 @pytest.mark.slow

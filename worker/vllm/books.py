@@ -113,6 +113,10 @@ class TransferBooks:
             self._preempted.append(request_id)
             self.on_preempted(request_id)
 
+    def is_awaited(self, request_id: str) -> bool:
+        """Returns whether the first tokens of a request have not arrived yet."""
+        return request_id in self._awaited
+
     def is_held(self, request_id: str) -> bool:
         """Returns whether the blocks of a request stay when it ends."""
         return request_id in self._held

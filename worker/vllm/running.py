@@ -1,9 +1,9 @@
 """vLLM's EngineCore, stepped in this process by the engine thread, as the `Core` of the two engines.
 
 What is used of vLLM beyond its public names, all of it here: `EngineCore.scheduler` with its `requests` and its cache
-manager's `get_computed_blocks`, `get_block_ids` and block pool, and the fields of a waiting `Request` that
-`Scheduler._update_request_as_session` changes too; and `Scheduler.kv_event_publisher`, in whose place
-another one is put.
+manager's `get_computed_blocks`, `get_block_ids`, watermark and block pool, and the fields of a waiting `Request` that
+`Scheduler._update_request_as_session` changes too; `Scheduler.kv_event_publisher`, in whose place another one is put;
+and its queues and `_preempt_request`, as `Scheduler.reset_prefix_cache` uses them.
 """
 
 import threading
@@ -20,6 +20,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from services.engine.cache.pages import PageCounts
+from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import NonFiniteLogits
 from services.runtime.errors import InvariantViolated
@@ -79,6 +80,8 @@ class RunningCore:
         """The cached blocks that a held request was promised, until vLLM has scheduled it."""
         self._awaited_blocks: dict[str, int] = {}
         """How many blocks each awaited request has for tokens that have not arrived."""
+        self._left_out: Request | None = None
+        """The best request that the last step had neither blocks nor a place for."""
 
     @property
     def block_size(self) -> int:
@@ -161,8 +164,10 @@ class RunningCore:
             self._thread_id = threading.get_ident()
             self._claim_thread()
         has_news = self._books.has_news
+        self._preempt_worse()
         outputs, _ = self._core.step()
         scheduled, preempted = self._books.take_step()
+        self._left_out = None if preempted else self._best_left_out(sum(one.num_tokens for one in scheduled))
         by_id = {output.request_id: output for some in outputs.values() for output in some.outputs}
         computed = tuple(self._computed(one, by_id.get(one.request_id)) for one in scheduled)
         has_more = bool(scheduled or has_news)
@@ -182,6 +187,45 @@ class RunningCore:
                 f"vLLM holds {len(self._scheduler.requests)} requests and {self._num_blocks - num_free} blocks, "
                 f"transfers {self._books.num_requests}, although nothing is asked for"
             )
+
+    def _best_left_out(self, num_tokens: int) -> Request | None:
+        """Returns the best request that waits for blocks or a place after a step of `num_tokens` tokens.
+
+        None where more tokens might not have been taken in either.
+        """
+        scheduler = self._scheduler
+        if num_tokens >= scheduler.max_num_scheduled_tokens:
+            return None
+        arrived = (one for one in scheduler.kv_holding_waiting if not self._books.is_awaited(one.request_id))
+        return min((*arrived, *scheduler.waiting), default=None)
+
+    def _preempt_worse(self) -> None:
+        """Preempts answers of worse classes where the request that was left out gets in by that.
+
+        vLLM preempts for requests that run, and lets one that waits wait, whatever its class.
+        """
+        scheduler, waiting = self._scheduler, self._left_out
+        if waiting is None or waiting.request_id not in scheduler.requests:
+            return
+        num_missing = 0
+        if all(one is not waiting for one in scheduler.kv_holding_waiting):
+            num_free = self._pool.get_num_free_blocks() - self._cache.watermark_blocks
+            num_missing = num_pages_for(waiting.num_tokens, self.block_size) - num_free
+        num_places = scheduler.max_num_active_reqs - len(scheduler.running)
+        victims: list[Request] = []
+        for one in sorted(scheduler.running, reverse=True):
+            if (num_missing <= 0 < num_places) or one.priority <= waiting.priority:
+                break
+            if not self._books.is_held(one.request_id):  # its blocks are being sent
+                victims.append(one)
+                num_missing -= len(self._cache.get_block_ids(one.request_id)[0])
+                num_places += 1
+        if num_missing > 0 or num_places <= 0:
+            return
+        for one in victims:
+            scheduler.running.remove(one)
+            scheduler._preempt_request(one, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.discard(one.request_id)
 
     @property
     def _num_blocks(self) -> int:

@@ -393,3 +393,56 @@ def test_adapters_and_the_model_itself_share_a_step(core: Core) -> None:
     steps = drain(core, *asked.items())
     assert any(len({one.request_id for one in step.computed}) == 3 for step in steps)
     assert {name.removeprefix("mixed"): one.token_ids[60:] for name, one in asked.items()} == expected
+
+
+def steps_with(core: Core, sequences: dict[str, Sequence], num_steps: int) -> list[StepDone]:
+    """Some steps, whose tokens become the sequences'."""
+    steps = []
+    for _ in range(num_steps):
+        steps.append(core.step())
+        for one in steps[-1].computed:
+            if isinstance(one.outcome, SampledToken):
+                sequences[one.request_id].append_token(one.outcome.token_id)
+    return steps
+
+
+@pytest.mark.parametrize(("service_class", "num_preempted"), [(1, 1), (4, 0)])
+def test_a_better_class_has_the_blocks_of_a_worse_one_which_answers_the_same_later(
+    core: Core, service_class: int, num_preempted: int
+) -> None:
+    prompts = {f"batch{seed}{service_class}": prompt_of(18 * BLOCK, seed=40 + seed) for seed in range(2)}
+    expected = {name: alone(core, prompt, max_tokens=30) for name, prompt in prompts.items()}
+    batch = {name: asking(prompt, max_tokens=30) for name, prompt in prompts.items()}
+    for name, sequence in batch.items():
+        core.add(name, sequence, salt=name.encode() * 4, service_class=4)
+        while not sequence.num_generated_tokens:
+            steps_with(core, batch, 1)
+    given = Given()
+    core.add_awaited("better", prompt_of(6 * BLOCK), given, salt=SALTS[0], service_class=service_class)
+    steps = steps_with(core, batch, 2)
+    assert [len(step.preempted) for step in steps] == [0, num_preempted]
+    assert bool(given.block_ids) == bool(num_preempted)
+    youngest = list(batch)[-1]
+    assert set(steps[-1].preempted) <= {youngest}
+    core.abort("better")
+    drain(core, *batch.items())
+    assert {name: one.token_ids[18 * BLOCK :] for name, one in batch.items()} == expected
+
+
+def test_a_better_class_has_the_place_of_a_worse_one(core: Core) -> None:
+    prompts = {f"place{number}": prompt_of(10, seed=50 + number) for number in range(8)}
+    expected = {name: alone(core, prompt, max_tokens=20) for name, prompt in prompts.items()}
+    batch = {name: asking(prompt, max_tokens=20) for name, prompt in prompts.items()}
+    for name, sequence in batch.items():
+        core.add(name, sequence, salt=name.encode() * 4, service_class=4)
+    steps_with(core, batch, 3)
+    better = asking(prompt_of(9), max_tokens=3)
+    core.add("better", better, salt=SALTS[0], service_class=1)
+    same = asking(prompt_of(8), max_tokens=3)
+    core.add("same", same, salt=SALTS[0], service_class=4)
+    steps = steps_with(core, batch | {"better": better, "same": same}, 3)
+    assert [step.preempted for step in steps] == [(), ("place7",), ()]
+    assert better.num_generated_tokens == 2
+    assert not same.num_generated_tokens
+    drain(core, *batch.items(), ("better", better), ("same", same))
+    assert {name: one.token_ids[10:] for name, one in batch.items()} == expected
