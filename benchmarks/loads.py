@@ -162,7 +162,8 @@ class Phases:
 def decode_pids(cluster: Cluster) -> list[int]:
     """The processes of decode workers."""
     below = [pid for pid in descendants(cluster.process.pid) if pid != cluster.process.pid]
-    return [pid for pid in below if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below}
+    return [pid for pid, command in commands.items() if b"--role=decode" in command or b"decode_worker" in command]
 
 
 async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:

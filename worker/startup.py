@@ -30,7 +30,7 @@ from worker.host import load_or_stop, run_service, serve_until_drained, take_rol
 from worker.loading import LoadedModel
 from worker.metrics import WorkerMetrics
 from worker.role import AnyRole, Common, Role
-from worker.role_change import RoleChange, Roles
+from worker.role_change import LOOK_S, RoleChange, Roles
 from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,12 @@ class _Process:
     engines: dict[str, MakeEngine] = field(default_factory=dict)
 
     async def prepare(self, role: AnyRole) -> None:
-        """Does what a role needs and what may fail, while another one is served. Raises ConfigError or ModelError."""
+        """Does what a role needs and what may fail, while another one is served. Raises ConfigError or ModelError.
+
+        Waits until Redis holds the record: through it gateways find the worker in its new role.
+        """
+        while self.lease is not None and not self.lease.is_held:  # noqa: ASYNC110 - a thread's, no event
+            await asyncio.sleep(LOOK_S)
         worker_identity(self.settings, role=role.name)
         self.engines[role.name] = await asyncio.to_thread(role.engine, self.settings, self.model)
 

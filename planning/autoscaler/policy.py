@@ -135,7 +135,9 @@ class Autoscaler:
             to_prefill=to_prefill,
             to_decode=to_decode,
             reason=f"{seen.prefill}+{seen.starting_prefill}:{seen.decode}+{seen.starting_decode} becomes "
-            f"{prefill}:{decode}: {words}",
+            f"{prefill}:{decode}"
+            + (f", {to_prefill + to_decode} by a change of role" if to_prefill + to_decode else "")
+            + f": {words}",
         )
 
     def _within_budget(self, prefill: int, decode: int) -> tuple[int, int, bool]:

@@ -352,7 +352,7 @@ async def stop_prefill_long(options: Options) -> Row:
 
 async def role_changes(options: Options) -> Row:
     """A random worker takes the other role; one in five of those that may be killed is, and is started again."""
-    async with session("role_changes", options, flags=flags_for(["prefill"]), changes_roles=True) as opened:
+    async with session("role_changes", options, gateways=2, flags=flags_for(["prefill"]), changes_roles=True) as opened:
         await change_some_roles(opened, options.num_trials(200), mortal=("prefill-1", "decode-1"))
     return opened.row
 

@@ -132,6 +132,67 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)  # two starts, the first of which compiles all kernels
+def test_a_worker_changes_its_role_under_load_and_has_it_when_it_is_started_again(
+    up: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    cluster = up("--prefill", "1", "--decode", "2")
+    expected = cluster.complete(max_tokens=300)
+    before = cluster.workers()["decode-1"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(cluster.complete, max_tokens=300) for _ in range(24)]
+        changed = cluster.tandem("role", "decode-1", "prefill")
+        assert (changed.stdout, changed.stderr) == ("decode-1 is a prefill worker now\n", "")
+        assert {answer.result() for answer in answers} == {expected}
+    after = cluster.workers()["decode-1"]
+    assert (after["role"], after["pid"], after["state"]) == ("prefill", before["pid"], "ready")
+    assert after["incarnation"] != before["incarnation"]
+
+    assert "decode-0 is the only decode worker" in cluster.tandem("role", "decode-0", "prefill").stderr
+    scaled = cluster.tandem("scale", "--prefill", "1", "--decode", "2")
+    assert scaled.stdout == "changed: decode-1 is a decode worker now\nstarted: none\ndrained: none\n", scaled.stderr
+    assert cluster.workers()["decode-1"]["pid"] == before["pid"], "the same process all the time"
+
+    assert cluster.tandem("role", "decode-1", "prefill").returncode == 0
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_until(lambda: cluster.workers().get("decode-1", {}).get("pid") not in (None, before["pid"]))
+    wait_until(lambda: cluster.workers()["decode-1"]["state"] == "ready")
+    assert cluster.workers()["decode-1"]["role"] == "prefill"
+    assert cluster.complete(max_tokens=300) == expected
+
+
+@pytest.mark.slow
+def test_where_the_mix_turns_the_autoscaler_changes_roles_and_no_answer(
+    up: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four workers may run and do: three prefill workers, when short prompts with long answers come."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    logs = tmp_path / "logs"
+    scaling = ("--autoscale=1:4", "--scale-every=1", "--scale-start-up=10", "--scale-settle=3", f"--log-dir={logs}")
+    cluster = up("--prefill=3", "--decode=1", *scaling)
+    expected = cluster.complete(max_tokens=400)
+    pids = {name: worker["pid"] for name, worker in cluster.workers().items()}
+    until_s = time.monotonic() + 60
+
+    def ask() -> set[str]:
+        found = set()
+        while time.monotonic() < until_s and num_decode() < 2:
+            found.add(cluster.complete(max_tokens=400))
+        return found
+
+    def num_decode() -> int:
+        return sum((one["role"], one["state"]) == ("decode", "ready") for one in cluster.workers().values())
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(ask) for _ in range(24)]
+        assert set().union(*(answer.result() for answer in answers)) == {expected}
+    assert num_decode() >= 2
+    turned = [name for name, one in cluster.workers().items() if name.startswith("prefill") and one["role"] == "decode"]
+    assert turned
+    assert all(cluster.workers()[name]["pid"] == pids[name] for name in turned), "nothing was started again"
+    assert "by a change of role" in (logs / "decisions.jsonl").read_text()
+
+
 def test_two_workers_on_one_gpu_hand_prompts_over_and_answer_as_one_does(
     up: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Worker processes from their command line to their end, without Redis: what is wrong is one sentence and a code."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -9,8 +10,12 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from worker import startup
 
 START_TIMEOUT_S = 60
 LOADING = "the draft is loading"
@@ -148,3 +153,16 @@ def test_a_folder_that_holds_no_model_is_one_sentence(start: Start, tmp_path: Pa
     assert process.returncode == 2
     assert output.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in output
+
+
+async def test_a_change_waits_for_redis_through_which_the_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "LOOK_S", 0.001)
+    lease, nothing = SimpleNamespace(is_held=False), SimpleNamespace(tls=None)
+    process: Any = startup._Process(nothing, None, None, None, None, lease, None)  # type: ignore[arg-type]
+    role: Any = SimpleNamespace(name="decode", engine=lambda settings, model: "makes the engine")
+    preparing = asyncio.create_task(process.prepare(role))
+    await asyncio.sleep(0.05)
+    assert (preparing.done(), process.engines) == (False, {})
+    lease.is_held = True
+    await asyncio.wait_for(preparing, 10)
+    assert process.engines == {"decode": "makes the engine"}
