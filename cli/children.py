@@ -64,6 +64,8 @@ class Addresses:
     """File of the autoscaler's decisions."""
     roles: Path | None = None
     """Folder of the files that say which workers have another role than their first."""
+    expected: Path | None = None
+    """File of the numbers of workers that there are to be, which change while the gateway runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
     one_model = settings.models is None
     texts = {
         "min_prefill": min(settings.prefill, 1),
-        "expect": _expected(settings),
+        "expect": expected_text(settings, model_plans(settings)),
+        "expect_file": None if "expect" in settings.services else addresses.expected,
         **settings.services,
         "models": settings.models,
         "model": settings.model if one_model else None,
@@ -221,11 +224,10 @@ def autoscaler_spec(
     return _spec(AUTOSCALER, "planning.autoscaler", AutoscalerConfig, texts, environment)
 
 
-def _expected(settings: UpSettings) -> str:
+def expected_text(settings: UpSettings, plans: Sequence[ModelPlan]) -> str:
     """The number of workers of each role that are started, or that an autoscaler leaves at least."""
     if settings.autoscale is not None:
         return f"prefill={min(settings.autoscale[0], settings.prefill)},decode={settings.autoscale[0]}"
-    plans = model_plans(settings)
     prefill, decode = sum(plan.num_prefill for plan in plans), sum(plan.num_decode for plan in plans)
     return f"prefill={prefill},decode={decode}"
 

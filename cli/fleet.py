@@ -67,6 +67,11 @@ class Fleet:
         self._check_runs(name)
         await self._supervisor.retire([name], grace_s=grace_s)
 
+    @property
+    def plans(self) -> Sequence[ModelPlan]:
+        """The workers that each model is to have."""
+        return self._plans
+
     def sizes(self, model: str | None) -> dict[str, int]:
         """Returns how many workers of each role a model is to have. Raises ConfigError."""
         return self._sizes(self._plans[self._index(model)])

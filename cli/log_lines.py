@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from services.runtime.logs import human_line
+from services.runtime.model_size import LOADING
 
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} (?P<time>\d\d:\d\d:\d\d\.\d+)\s+\d+ (?P<place>[\w./-]+:\d+)\] (?P<said>.*)")
 """A line of gRPC's core, which writes it itself."""
@@ -29,6 +30,18 @@ def for_people(line: str, *, is_coloured: bool) -> str:
     shown = human_line(moment, entry, is_coloured=is_coloured)
     traceback = "\n".join(for_people(each, is_coloured=False) for each in str(entry.get("exception", "")).splitlines())
     return f"{shown}\n{traceback}" if traceback else shown
+
+
+def loading_text(line: str) -> str:
+    """Returns how far a worker's weights are read, by a line of its log; empty where the line says something else."""
+    try:
+        entry = json.loads(line) if line.startswith("{") else {}
+        if entry.get("message") != LOADING:
+            return ""
+        read, size, left_s = (float(entry[name]) for name in ("read_bytes", "of_bytes", "left_s"))
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return f"{LOADING}: {read / 1e9:.1f} of {size / 1e9:.1f} GB, {left_s:.0f} s left"
 
 
 def time_of(line: str) -> str:

@@ -17,7 +17,7 @@ class ScaleSettings(DrainingSettings):
     """Changes how many workers the `tandem up` here runs: new ones start at once, surplus ones finish what they run.
 
     Where one role is to have fewer and the other more, workers change their role instead. New workers are not pinned to
-    cores. Fewer than at its start stay a trouble in `tandem status`, as the gateway expects those.
+    cores.
     """
 
     prefill: int | None = option(

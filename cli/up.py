@@ -27,6 +27,7 @@ from cli.children import (
     ModelPlan,
     autoscaler_spec,
     child_environment,
+    expected_text,
     gateway_spec,
     model_plans,
     worker_specs,
@@ -36,7 +37,7 @@ from cli.control import Order, taking_orders
 from cli.cores import this_machine
 from cli.fleet import Fleet
 from cli.gpus import visible_gpus
-from cli.log_lines import for_people
+from cli.log_lines import for_people, loading_text
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from cli.supervisor import Child, Supervisor
@@ -69,6 +70,8 @@ GATEWAY_GRACE_S = 3.0
 WORKER_GRACE_S = 5.0
 """Workers end after the gateway, when no request is left; this is for leaving the cluster in order."""
 NUM_TAIL_LINES = 20
+EXPECTED = "expected.txt"
+"""The file beside the logs that says how many workers there are to be."""
 
 
 class NotReady(TandemError):
@@ -94,7 +97,7 @@ def run(settings: UpSettings) -> int:
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
-    settings = with_local_model(settings)
+    settings = _with_local_draft(with_local_model(settings))
     plans = [_checked(replace(plan, path=local_model(plan.path))) for plan in model_plans(settings)]
     gateway = settings.gateway
     if gateway.api_keys is not None:
@@ -110,12 +113,21 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         assert redis_url is not None, "either --redis is given or the embedded one runs"
         key = None if gateway.api_keys is None else new_key()
         digest = None if key is None else digest_of_key(key)
-        addresses = Addresses(redis_url, http_port, grpc_port, digest, logs.path / "decisions.jsonl", logs.path)
+        decisions, expected = logs.path / "decisions.jsonl", logs.path / EXPECTED
+        addresses = Addresses(redis_url, http_port, grpc_port, digest, decisions, logs.path, expected)
         up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
         code = asyncio.run(watched(up.run(early_signals)))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
+
+
+def _with_local_draft(settings: UpSettings) -> UpSettings:
+    """Returns the settings with the draft model's folder, so that no two workers bring it here. Raises ModelError."""
+    draft = settings.decode_worker.draft_model
+    if draft is None:
+        return settings
+    return replace(settings, services={**settings.services, "draft_model": str(local_model(draft))})
 
 
 def _checked(plan: ModelPlan) -> ModelPlan:
@@ -187,14 +199,13 @@ class Up:
         self._log_dir = log_dir
         self._policy = RestartPolicy()
         here = (addresses, environment, this_machine(), visible_gpus(environment))
-        workers = worker_specs(settings, plans, *here)
         self._orders_path = functools.partial(socket_path, addresses.http_port)
         self._gateway = gateway_spec(settings, addresses, environment)
         scheme = "http" if settings.gateway.tls is None else "https"
         self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
         self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
-        self._first_specs = [self._gateway, *workers]
+        self._first_specs = [self._gateway, *worker_specs(settings, plans, *here)]
         self._autoscaler = (
             []
             if settings.autoscale is None
@@ -211,6 +222,7 @@ class Up:
             roles=log_dir,
             ready=self._ready_roles,
         )
+        self._tell_expected()
         self._finishing: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
@@ -269,6 +281,7 @@ class Up:
                 f"the ports after --metrics-port {port} are given to workers in order; start with 0 instead"
             )
         done = self._fleet.resize(order["model"], prefill=order["prefill"], decode=order["decode"])
+        self._tell_expected()
         finishing = self._fleet.finish(done, grace_s=order["grace_s"])
         if order.get("waits", True):
             await finishing
@@ -284,6 +297,12 @@ class Up:
             await finishing
         except ConfigError as error:
             self._progress.note(error.message)
+
+    def _tell_expected(self) -> None:
+        """Tells the gateway how many workers there are to be."""
+        written = self._log_dir / "expected.new"
+        written.write_text(expected_text(self._settings, self._fleet.plans))
+        written.replace(self._log_dir / EXPECTED)
 
     async def _tell_sizes(self, order: Mapping[str, Any]) -> dict[str, int]:
         return self._fleet.sizes(order["model"])
@@ -312,6 +331,7 @@ class Up:
         can_serve_since_s: float | None = None
         while True:
             await self._look()
+            self._show_loading()
             if can_serve_since_s is None and await self._can_serve():
                 can_serve_since_s = time.monotonic()
             if can_serve_since_s is not None and (
@@ -377,6 +397,13 @@ class Up:
         ours = self._supervisor.children
         found = await self._ask_for_workers() or []
         return {one["id"]: one["role"] for one in found if one["id"] in ours and one["pid"] == ours[one["id"]].pid}
+
+    def _show_loading(self) -> None:
+        """Shows how far the weights of workers are that are not ready."""
+        for child in self._supervisor.children.values():
+            is_ready = self._ready_pids.get(child.name) == child.pid
+            if not is_ready and (said := loading_text("".join(child.last_log_lines(1)))):
+                self._progress.show(child.name, said)
 
     def _probe_tls(self) -> ssl.SSLContext | None:
         """Our own gateway is known by the very certificate that it was given, whatever host that is for.

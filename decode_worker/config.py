@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.hub.source import model_source
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
-from services.runtime.kinds import choice, folder, integer, size_bytes
+from services.runtime.kinds import choice, integer, size_bytes
 from worker.config import WorkerConfig
 
 
@@ -50,7 +51,10 @@ class DecodeWorkerConfig(WorkerConfig):
         "ngram: from what was said before; draft: by --draft-model; auto: both, if a draft model is given.",
     )
     draft_model: Path | None = option(
-        folder(), default=None, help="Folder of a small checkpoint with the model's tokenizer, for --speculative."
+        model_source(),
+        default=None,
+        help="Small checkpoint with the model's tokenizer, for --speculative: its folder, or its name, under which it "
+        "is downloaded if it is not here.",
     )
     draft_memory: int = option(size_bytes(), default=256 << 20, help="Most memory for the KV cache of the draft model.")
     speculative_depth: int = option(

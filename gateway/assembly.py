@@ -36,7 +36,7 @@ from gateway.named.requests import Journals
 from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
-from gateway.operator_choices import health_limits, policies, targets
+from gateway.operator_choices import expected, health_limits, policies, targets
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.lifecycle import Requests
 from gateway.requests.queue import AdmissionQueue, Lane
@@ -172,7 +172,7 @@ class Gateway:
                 record, served.get(record.model), allows_other_weights=config.allow_other_weights
             ),
             allows_inexact=config.allow_inexact,
-            presence=Presence(config.expect),
+            presence=Presence(expected(config)),
         )
 
     def _make_requests(self, catalog: ModelCatalog) -> Requests:

@@ -159,6 +159,9 @@ class GatewayConfig:
         default=0.01,
         help="/health?verbose: least part of a GPU's memory, and of the gateway's where it is limited, that is free.",
     )
+    expect_file: Path | None = option(
+        path(), default=None, help="File that holds what --expect does, read again when it changes."
+    )
     max_queued_requests: int = option(
         integer(0),
         default=1024,

@@ -1,8 +1,11 @@
 """What an operator's settings mean to the parts of a gateway: its policies, its targets, the limits of its health."""
 
+from collections.abc import Callable, Mapping
+
 from gateway.config import GatewayConfig
 from gateway.edge.health import HealthLimits
 from gateway.requests.policies import Policies, RoomLimits
+from gateway.topology.expected import ExpectedFile
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.overload import Targets
 from services.scheduling.routing.price import RoutingSettings
@@ -12,6 +15,12 @@ from services.scheduling.routing.router import Router
 def targets(config: GatewayConfig) -> Targets:
     """Returns the times that requests are to keep."""
     return Targets(config.ttft_target_s or None, config.itl_target_s or None)
+
+
+def expected(config: GatewayConfig) -> Callable[[], Mapping[str, int]]:
+    """Returns what gives the number of workers of each role that there should be."""
+    numbers = dict(config.expect or {})
+    return ExpectedFile(config.expect_file, numbers).numbers if config.expect_file is not None else lambda: numbers
 
 
 def policies(config: GatewayConfig) -> Policies:

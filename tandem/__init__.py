@@ -2,6 +2,6 @@
 
 from tandem.llm import LLM, AsyncLLM
 from tandem.outputs import CompletionOutput, RequestOutput
-from tandem.params import SamplingParams
+from tandem.params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

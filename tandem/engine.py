@@ -10,7 +10,7 @@ from decode_worker.engine_loop import decode_loop
 from decode_worker.mask_pace import PacedMasks
 from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.steps.limits import SequenceLimits
-from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.sequence import Grammar, Sampling, Sequence
 from services.engine.thread import EngineThread
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.config import did_you_mean, read, settings_of
@@ -74,9 +74,20 @@ class LocalEngine:
         """What a sequence may be at most."""
         return self._parts.limits
 
-    def begin(self, key: Hashable, prompt_token_ids: list[int], *, sampling: Sampling, listener: Listener) -> None:
-        """Puts a sequence in line; the listener hears of it until `free`, its end or the engine's. From any thread."""
-        sequence = Sequence(key, prompt_token_ids, sampling=sampling)
+    def begin(
+        self,
+        key: Hashable,
+        prompt_token_ids: list[int],
+        *,
+        sampling: Sampling,
+        listener: Listener,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Puts a sequence in line; the listener hears of it until `free`, its end or the engine's. From any thread.
+
+        Each sequence that must keep to a grammar has one of its own.
+        """
+        sequence = Sequence(key, prompt_token_ids, sampling=sampling, grammar=grammar)
 
         def start() -> None:
             self._listeners[key] = listener

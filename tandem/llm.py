@@ -12,11 +12,14 @@ from gateway.models.answer_text import AnswerText
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from services.engine.steps.sequence import Sampling
-from services.engine.steps.step import NonFiniteLogits
+from services.engine.steps.step import NonFiniteLogits, NothingAllowed
 from services.hub.models import local_model
 from services.hub.source import model_source
 from services.runtime import extras
 from services.runtime.errors import InvalidRequest, ModelError, TandemError
+from services.structured.compiler import FormChecks, GrammarCompiler
+from services.structured.form import AnswerForm
+from services.structured.grammar import Grammars, GrammarState
 from tandem.engine import Listener, LocalEngine, worker_settings
 from tandem.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from tandem.params import SamplingParams
@@ -51,8 +54,10 @@ class _Answer:
     def push(self, advance: Advance) -> bool:
         """Takes what a step brought; returns whether a text has ended the answer, which the engine does not know.
 
-        Raises ModelError for logits that are no numbers.
+        Raises ModelError for logits that are no numbers, and NothingAllowed where its form leaves no token.
         """
+        if isinstance(advance.outcome, NothingAllowed):
+            raise advance.outcome
         if isinstance(advance.outcome, NonFiniteLogits):
             raise ModelError("the model's answer is not finite: its weights or its dtype do not fit")
         for token in advance.tokens:
@@ -94,6 +99,9 @@ class AsyncLLM:
         self.tokenizer = ModelTokenizer(files)
         self._eos_token_ids = files.facts.eos_token_ids
         self._engine = LocalEngine(worker_settings(str(folder), settings))
+        vocabulary = self._engine.limits.vocab_size
+        self._grammars = GrammarCompiler(Grammars(folder / "tokenizer.json", vocab_size=vocabulary))
+        self._form_checks = FormChecks()
         self._numbers = itertools.count(1)
         self._places = asyncio.Semaphore(IN_FLIGHT_PER_PLACE * self._engine.max_batch)
 
@@ -136,11 +144,13 @@ class AsyncLLM:
         loop, news = asyncio.get_running_loop(), _News()
         samplings = list(params.answers(room_tokens=self._room(token_ids), eos_token_ids=self._eos_token_ids))
         answers = [self._answer(index, sampling, params) for index, sampling in enumerate(samplings)]
+        grammars = await self._grammars_of(params)
         async with self._places:
             with ExitStack() as held:
-                for answer, sampling in zip(answers, samplings, strict=True):
+                for answer, sampling, grammar in zip(answers, samplings, grammars, strict=True):
                     held.callback(self._engine.free, answer)
-                    self._engine.begin(answer, token_ids, sampling=sampling, listener=_sending(loop, news, answer))
+                    listener = _sending(loop, news, answer)
+                    self._engine.begin(answer, token_ids, sampling=sampling, listener=listener, grammar=grammar)
                 while not all(answer.has_ended for answer in answers):
                     answer, advance = await news.get()
                     if isinstance(advance, TandemError):
@@ -151,6 +161,17 @@ class AsyncLLM:
                         self._engine.free(answer)
                     if advance.tokens:
                         yield answers
+
+    async def _grammars_of(self, params: SamplingParams) -> Sequence[GrammarState | None]:
+        """Returns a grammar for each answer, or None where it may be any text. Raises InvalidRequest."""
+        if params.structured_outputs is None:
+            return [None] * params.n
+        if not self._eos_token_ids:
+            raise InvalidRequest("the model has no token that ends an answer", field="structured_outputs")
+        form = AnswerForm(await self._form_checks.written(params.structured_outputs.form()))
+        await self._form_checks.check(form)
+        eos_token_ids = sorted(self._eos_token_ids)
+        return [await self._grammars.begin(form, eos_token_ids=eos_token_ids) for _ in range(params.n)]
 
     def _answer(self, index: int, sampling: Sampling, params: SamplingParams) -> _Answer:
         text = AnswerText(

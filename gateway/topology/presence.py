@@ -3,7 +3,7 @@ role as an operator expects. Pure: what is seen and the time are passed in.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from services.runtime.worker_state import WorkerState
@@ -50,10 +50,10 @@ class Shortage:
 
 
 class Presence:
-    """The workers that are missed. `expected` is how many there should be by role; other roles have no such number."""
+    """The workers that are missed. `expected` gives how many there should be by role; others have no such number."""
 
-    def __init__(self, expected: Mapping[str, int] | None = None) -> None:
-        self.expected = dict(expected or {})
+    def __init__(self, expected: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._expected = expected
         self.num_vanished: Counter[str] = Counter()
         """How many have vanished since the start, by role."""
         self._gone: dict[str, Gone] = {}
@@ -64,6 +64,11 @@ class Presence:
         self._starting_since_s: dict[str, float] = {}
         self._short_since_s: dict[str, float] = {}
         self._shortages: dict[str, Shortage] = {}
+
+    @property
+    def expected(self) -> Mapping[str, int]:
+        """How many workers of each role there should be now."""
+        return self._expected()
 
     @property
     def gone(self) -> list[Gone]:

@@ -45,10 +45,16 @@ def local_model(path: Path) -> Path:
 
 
 def with_local_model(settings: S) -> S:
-    """Returns the settings of a program with their model's folder, and with its name. Raises ModelError."""
+    """Returns the settings of a program with the folders of its model and of its draft, and with the model's name.
+
+    Raises ModelError.
+    """
     named: Any = settings
+    draft: Path | None = getattr(settings, "draft_model", None)
+    if draft is not None and source_of(draft) is not None:
+        named = replace(named, draft_model=local_model(draft))
     if named.model is None or source_of(named.model) is None:
-        return settings
+        return cast(S, named)
     name = named.model_name or served_name(named.model)
     return cast(S, replace(named, model=local_model(named.model), model_name=name))
 

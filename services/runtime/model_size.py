@@ -6,6 +6,8 @@ START_BASE_S = 120.0
 """A start without weights on a slow machine: imports, compiling the kernels of a processor for the first time."""
 SLOW_READ_BYTES_PER_S = 100e6
 """A network volume that is slow and not broken."""
+LOADING = "loading weights"
+"""The message of the log's lines that say how far a worker's weights are read."""
 
 
 def weight_bytes(folder: Path) -> int:

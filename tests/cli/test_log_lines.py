@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from cli.log_lines import for_people, time_of
+from cli.log_lines import for_people, loading_text, time_of
 from services.runtime import logs
 
 
@@ -50,3 +50,10 @@ def test_a_line_of_grpc_itself_looks_like_the_others() -> None:
     assert for_people(line, is_coloured=False) == line  # with seconds since 1970 in place of a time of day
     line = "E1125 22:06:09.123456     123 chttp2_transport.cc:1182] ping timeout"
     assert for_people(line, is_coloured=False) == "22:06:09.123 error   grpc chttp2_transport.cc:1182: ping timeout"
+
+
+def test_how_far_weights_are_read_is_one_short_text() -> None:
+    told = {"message": "loading weights", "read_bytes": 1_230_000_000, "of_bytes": 16_060_000_000, "left_s": 48}
+    assert loading_text(json.dumps(told)) == "loading weights: 1.2 of 16.1 GB, 48 s left"
+    for line in ("", "{", "loading weights", json.dumps({**told, "left_s": "soon"}), json.dumps({"message": "ready"})):
+        assert loading_text(line) == ""

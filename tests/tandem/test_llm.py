@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from services.runtime.errors import ConfigError, InvalidRequest, WorkerUnavailable
-from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams
+from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tandem.llm import DEMO_MODEL
 
 SETTINGS = {"kv_pages": 64, "threads": 1, "max_batch": 4}
@@ -101,6 +103,48 @@ def test_a_mistake_is_named_and_leaves_nothing(llm: LLM, prompt, params, said: s
     prompts = prompt if prompt else [[]]
     with pytest.raises(InvalidRequest, match=said):
         llm.generate(prompts, params)
+    assert free_pages(llm) == 64
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "holds"),
+    [
+        ({"choice": ["red", "green"]}, lambda text: text in ("red", "green")),
+        ({"regex": "[0-9]{3}-[a-f]{2}"}, lambda text: re.fullmatch("[0-9]{3}-[a-f]{2}", text)),
+        ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "size"}),
+        ({"json": json.dumps(SCHEMA)}, lambda text: json.loads(text)["size"] in (1, 2)),
+        ({"grammar": 'start: "a" "b"+ "c"'}, lambda text: re.fullmatch("ab+c", text)),
+    ],
+)
+def test_an_answer_has_the_form_that_was_asked_for(llm: LLM, form, holds) -> None:
+    params = SamplingParams(max_tokens=60, n=2, seed=3, structured_outputs=StructuredOutputsParams(**form))
+    (output,) = llm.generate("x = ", params)
+    for answer in output.outputs:
+        assert answer.finish_reason == "stop", answer
+        assert holds(answer.text), answer.text
+    assert free_pages(llm) == 64
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({}, "structured_outputs must be an object with one of json, "),
+        ({"json": SCHEMA, "regex": "a"}, "with one of"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"regex": "("}, "regex"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(llm: LLM, form, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        llm.generate("x = ", SamplingParams(structured_outputs=StructuredOutputsParams(**form)))
     assert free_pages(llm) == 64
 
 

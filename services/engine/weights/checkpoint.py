@@ -1,6 +1,8 @@
 """Reads tensors out of a folder's safetensors files; knows no architecture and never unpickles anything."""
 
 import json
+import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,17 @@ from safetensors import SafetensorError, safe_open
 
 from services.engine.weights.config import check_folder
 from services.runtime.errors import ModelError
+from services.runtime.model_size import LOADING, weight_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _FLOAT_TYPES = ("F32", "BF16", "F16")
 _SUM_BYTES = 16
+TELL_EVERY_S = 5.0
+"""Time between two lines in the log that say how far reading is."""
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -32,6 +39,8 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._file_of = self._map_tensors()
         self._sums: dict[str, int] = {}
+        self._num_read_bytes = 0
+        self._began_s = self._told_s = time.monotonic()
 
     def names(self) -> frozenset[str]:
         """Returns all tensor names in the folder."""
@@ -66,6 +75,7 @@ class Checkpoint:
             part: torch.Tensor = stored[:] if is_vector else stored[rows.start : rows.stop]
         except SafetensorError as error:
             raise ModelError(f"the tensor {name} cannot be read ({error}): download the checkpoint again") from error
+        self._note_read(part.nbytes)
         if is_counted:
             first_row = 0 if is_vector else rows.start
             header = f"{name} {part.dtype} {list(shape)}\n" if first_row == 0 else ""
@@ -141,6 +151,18 @@ class Checkpoint:
                 f"the tensor {name} holds {str(stored[:].dtype).removeprefix('torch.')} values: use a checkpoint that "
                 "is not quantised, in float32, bfloat16 or float16"
             )
+
+    def _note_read(self, num_bytes: int) -> None:
+        """Notes `num_bytes` more, and now and then says in the log how far reading is."""
+        self._num_read_bytes += num_bytes
+        now_s = time.monotonic()
+        if now_s - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now_s
+        size_bytes = weight_bytes(self.folder)
+        left_s = (now_s - self._began_s) * max(0, size_bytes - self._num_read_bytes) / self._num_read_bytes
+        told = {"read_bytes": self._num_read_bytes, "of_bytes": size_bytes, "left_s": round(left_s)}
+        logger.info(LOADING, extra=told)
 
     def _count(self, name: str, header: str, rows: torch.Tensor, first_row: int) -> None:
         """Adds hashes of rows [n, K], each with its number, so that the parts of several readers add up."""

@@ -437,7 +437,7 @@ def all_moved():
     metrics.watch(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})
-    metrics.watch_troubles(Troubles(), Presence({"decode": 1}))
+    metrics.watch_troubles(Troubles(), Presence(lambda: {"decode": 1}))
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)
     return metrics.render([member("decode", "d-0", facts)]).decode()
 

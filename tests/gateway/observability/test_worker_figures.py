@@ -67,7 +67,7 @@ def test_workers_are_counted_by_role_and_state(figures):
 
 
 def test_workers_that_vanished_stay_counted(figures):
-    figures.presence = Presence({"decode": 3})
+    figures.presence = Presence(lambda: {"decode": 3})
     figures.presence.num_vanished = Counter(decode=4)
     assert value(figures, "tandem_vanished_workers_total", role="decode") == 4
     assert value(figures, "tandem_expected_workers", role="decode") == 3

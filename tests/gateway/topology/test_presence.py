@@ -83,7 +83,7 @@ def test_no_more_than_so_many_are_missed() -> None:
 
 
 def test_fewer_than_expected_are_a_shortage_after_a_while() -> None:
-    presence = Presence({"decode": 2})
+    presence = Presence(lambda: {"decode": 2})
     presence.look([worker("a"), worker("b")], 0.0)
     presence.look([worker("a"), worker("b", "lost")], 1.0)
     presence.look([worker("a"), worker("b", "draining")], 1.0 + MISSING_AFTER_S - 0.1)

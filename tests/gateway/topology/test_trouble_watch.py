@@ -54,7 +54,7 @@ class Scene:
     """A watch over members that are set by hand."""
 
     def __init__(self) -> None:
-        self.wall, self.presence = Wall(), Presence({"decode": 1})
+        self.wall, self.presence = Wall(), Presence(lambda: {"decode": 1})
         self.members: list[Any] = []
         self.store = SimpleNamespace(is_available=True, last_failure="", round_trip=SimpleNamespace(mean_s=0.001))
         topology = SimpleNamespace(

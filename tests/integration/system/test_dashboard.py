@@ -1,5 +1,7 @@
 """The dashboard of a whole cluster under load, clicked through in a real browser; pictures where somebody wants some.
 
+Some requests are refused, and one loses its decode worker. The pictures of the documents are made by
+
 TANDEM_SCREENSHOTS=docs/images python -m pytest -m slow tests/integration/system/test_dashboard.py
 """
 
@@ -8,6 +10,8 @@ import contextlib
 import os
 import random
 import re
+import signal
+import urllib.error
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,11 +19,12 @@ import httpx
 import pytest
 from playwright.async_api import expect
 
-from benchmarks.cluster import running_cluster
+from benchmarks.cluster import Cluster, running_cluster
 from tests.browser import PALE, PHONE, TIMEOUT_MS, UNNAMED, browser_page
 
 PREFIX = "class Parser:\n    def __init__(self, text):\n        self.text = text\n" * 6
 NUM_CLIENTS = 6
+SHARE_REFUSED = 0.1
 NUM_ENDED = 20
 """The page has something to show by then."""
 SECONDS_SHOWN = 90 if os.environ.get("TANDEM_SCREENSHOTS") else 10
@@ -41,6 +46,8 @@ async def load(url: str) -> AsyncIterator[None]:
             body = {"prompt": prompt, "max_tokens": chance.choice((8, 40, 160)), "ignore_eos": True}
             body["user"], body["stream"] = chance.choice(("acme", "globex")), False
             headers = {"x-service-class": chance.choice(("interactive", "normal", "batch"))}
+            if chance.random() < SHARE_REFUSED:
+                body["model"] = "a-model-that-is-not-served"
             reply = await http.post("/v1/completions", json=body, headers=headers)
             if reply.is_error:
                 await asyncio.sleep(0.5)  # it was told to come back later
@@ -61,6 +68,33 @@ def has_enough(shown: dict[str, Any]) -> bool:
     return shown["last_number"] >= NUM_ENDED and len(seconds) >= SECONDS_SHOWN
 
 
+async def lose_a_decode_worker(cluster: Cluster) -> None:
+    """Kills the decode worker of a long answer until an answer has continued at another one."""
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=None) as http:
+        for number in range(20):
+            request_id = f"long-{number}"
+            body = {"prompt": PREFIX, "max_tokens": 600, "ignore_eos": True}
+            asked = asyncio.create_task(http.post("/v1/completions", json=body, headers={"x-request-id": request_id}))
+            async with asyncio.timeout(WAIT_S):
+                while not (pid := await asyncio.to_thread(decode_pid, cluster, request_id)) and not asked.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+            assert (await asked).status_code == 200
+            page = await asyncio.to_thread(cluster.get, f"/dashboard/requests/{request_id}")
+            if any(len(answer["attempts"]) > 1 for answer in page["answers"]):
+                return
+    raise AssertionError("no answer lost its worker")
+
+
+def decode_pid(cluster: Cluster, request_id: str) -> int:
+    """Returns the process that generates a request's answer; 0 while none does."""
+    try:
+        return cluster.decode_pid(request_id)
+    except (urllib.error.HTTPError, StopIteration, KeyError):
+        return 0
+
+
 async def test_a_cluster_under_load_is_seen() -> None:
     with running_cluster("--kv-pages", "192", "--threads", "1", prefill=2, decode=2) as cluster:
         async with load(cluster.http), browser_page(TALL) as watched:
@@ -79,9 +113,17 @@ async def test_a_cluster_under_load_is_seen() -> None:
             for chart in ("Time to first token", "Time per later token", "Tokens per second"):
                 values = await page.locator(".chart", has_text=chart).locator(".value").all_inner_texts()
                 assert any(re.match("[1-9.]", value) for value in values), (chart, values)
+            await lose_a_decode_worker(cluster)
+            await expect(page.locator(".worker .state", has_text="ready")).to_have_count(4)
+            for words in ("refused", "finished"):
+                await expect(page.locator("#list tbody")).to_contain_text(words)
             await page.select_option("#span", "60")
             await watched.shot("dashboard")
             assert await page.evaluate(PALE) == []
+            await page.emulate_media(color_scheme="dark")
+            await watched.shot("dashboard-dark")
+            assert await page.evaluate(PALE) == []
+            await page.emulate_media(color_scheme="light")
             assert await page.evaluate(UNNAMED) == []
 
             await page.fill("#q", "prefill- decode-")

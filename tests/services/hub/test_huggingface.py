@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from decode_worker.config import DecodeWorkerConfig
 from services.hub.fetching import CutOff, NoRoom, RemoteFile, WrongDigest
 from services.hub.huggingface import local_snapshot, repository_folder
-from services.hub.models import cached_models
+from services.hub.models import cached_models, with_local_model
 from services.hub.source import HubModel
+from services.runtime.config import read
 from services.runtime.errors import ModelError
 from tests.hub_server import COMMIT, Hub, git_digest
 
@@ -41,6 +43,15 @@ def test_what_serving_reads_lands_in_the_hubs_own_layout(hub: Hub) -> None:
     (found,) = cached_models()
     assert (found.name, found.revision, found.is_whole) == ("org/model", "main", True)
     assert found.num_bytes == 3_000_000 + 8 + 2
+
+
+def test_a_draft_model_may_be_named_too(hub: Hub, tmp_path: Path) -> None:
+    texts = {"id": "d", "model": str(tmp_path), "speculative": "draft"}
+    named = with_local_model(read(DecodeWorkerConfig, {**texts, "draft_model": "org/model"}, environ={}))
+    assert named.draft_model == repository_folder("org/model") / "snapshots" / COMMIT
+    assert (named.model, named.model_name) == (tmp_path, None)
+    here = read(DecodeWorkerConfig, {**texts, "draft_model": str(tmp_path)}, environ={})
+    assert with_local_model(here) is here
 
 
 def test_a_download_that_is_cut_off_twice_continues_where_it_was(hub: Hub) -> None:

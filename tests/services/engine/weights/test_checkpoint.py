@@ -51,6 +51,21 @@ def test_digest_names_the_values_and_not_the_files(checkpoint, copied):
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_how_far_reading_is_is_told_now_and_then(checkpoint, caplog, monkeypatch):
+    monkeypatch.setattr("services.engine.weights.checkpoint.TELL_EVERY_S", 0.0)
+    folder = checkpoint("llama-mha")
+    with caplog.at_level("INFO"):
+        load_model(folder)
+    told = [(record.read_bytes, record.of_bytes) for record in caplog.records if record.message == "loading weights"]
+    assert [read for read, _ in told] == sorted({read for read, _ in told}), "it grows"
+    assert {size for _, size in told} == {(folder / "model.safetensors").stat().st_size}
+    assert 0.9 * told[-1][1] < told[-1][0] <= told[-1][1]
+    monkeypatch.setattr("services.engine.weights.checkpoint.TELL_EVERY_S", 60.0)
+    caplog.clear()
+    load_model(folder)
+    assert not [record for record in caplog.records if record.message == "loading weights"]
+
+
 def test_missing_shard(copied):
     folder = copied(sharded=True)
     shard = sorted(folder.glob("model-*.safetensors"))[1]
