@@ -119,7 +119,7 @@ def measure(seconds: float) -> dict[str, Any]:
     with EmbeddedRedis() as redis, gateway_process(redis.url) as (gateway_pid, port):
         with fake_workers(redis.url, step_ms=WHOLE_STEP_MS, tokens_per_step=ANSWER_TOKENS):
             await_ready(port)
-            answer = _post(port, WHOLE)
+            answer = post(port, WHOLE)
             whole = measure_load(gateway_pid, port, WHOLE, seconds)
             with _floor(answer) as (floor_pid, floor_port):
                 floor = measure_load(floor_pid, floor_port, WHOLE, seconds)
@@ -380,7 +380,7 @@ def http_request(body: bytes) -> bytes:
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 
 
-def _post(port: int, body: dict[str, Any]) -> bytes:
+def post(port: int, body: dict[str, Any]) -> bytes:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         data=json.dumps(body).encode(),

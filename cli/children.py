@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from cli.cores import Machine, Share, share_out
 from cli.gpus import VISIBLE_ENV, share_out_gpus
@@ -66,6 +67,26 @@ class Addresses:
     """Folder of the files that say which workers have another role than their first."""
     expected: Path | None = None
     """File of the numbers of workers that there are to be, which change while the gateway runs."""
+    workers_at: Mapping[str, str] = field(default_factory=lambda: {"host": WORKER_HOST, "advertise_host": WORKER_HOST})
+    """Where workers listen and are reached: on this machine, whatever machine Redis is on; empty: as they are told."""
+
+
+class WorkerChoices(Protocol):
+    """What is chosen for workers: the settings of `up`, or of `join`."""
+
+    @property
+    def pin(self) -> bool:
+        """Whether each has processor cores of its own."""
+        ...
+
+    @property
+    def decode_worker(self) -> DecodeWorkerConfig:
+        """A decode worker's settings, as far as they are given."""
+        ...
+
+    def worker_texts(self, role: str) -> dict[str, str]:
+        """The texts of the settings of the workers of a role, by name, as far as they are given."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +152,7 @@ def model_plans(settings: UpSettings) -> list[ModelPlan]:
 
 
 def worker_specs(
-    settings: UpSettings,
+    settings: WorkerChoices,
     plans: Sequence[ModelPlan],
     addresses: Addresses,
     environment: Mapping[str, str],
@@ -163,8 +184,7 @@ def worker_specs(
                     "model": plan.path,
                     "model_name": plan.name,
                     "redis": addresses.redis_url,
-                    "host": WORKER_HOST,
-                    "advertise_host": WORKER_HOST,  # whatever machine Redis is on, all of them run on this one
+                    **addresses.workers_at,
                     "port": 0,
                     "metrics_port": metrics_port + len(specs) if metrics_port else metrics_port,
                     "gpu_memory_share": None if gpu is None or gpu.memory_share == 1 else gpu.memory_share,
@@ -180,8 +200,8 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
     one_model = settings.models is None
     texts = {
         "min_prefill": min(settings.prefill, 1),
-        "expect": expected_text(settings, model_plans(settings)),
-        "expect_file": None if "expect" in settings.services else addresses.expected,
+        "expect": _expected(settings),
+        "expect_file": None if settings.autoscale or "expect" in settings.services else addresses.expected,
         **settings.services,
         "models": settings.models,
         "model": settings.model if one_model else None,
@@ -224,10 +244,11 @@ def autoscaler_spec(
     return _spec(AUTOSCALER, "planning.autoscaler", AutoscalerConfig, texts, environment)
 
 
-def expected_text(settings: UpSettings, plans: Sequence[ModelPlan]) -> str:
+def _expected(settings: UpSettings) -> str:
     """The number of workers of each role that are started, or that an autoscaler leaves at least."""
     if settings.autoscale is not None:
         return f"prefill={min(settings.autoscale[0], settings.prefill)},decode={settings.autoscale[0]}"
+    plans = model_plans(settings)
     prefill, decode = sum(plan.num_prefill for plan in plans), sum(plan.num_decode for plan in plans)
     return f"prefill={prefill},decode={decode}"
 
@@ -255,7 +276,7 @@ def _label(entry: ModelEntry, taken: set[str]) -> str:
     return label
 
 
-def _core_texts(settings: UpSettings, share: Share) -> dict[str, object]:
+def _core_texts(settings: WorkerChoices, share: Share) -> dict[str, object]:
     """More threads than the share has are the user's wish; on its cores they would only wait for each other."""
     threads = settings.decode_worker.threads or share.threads
     is_pinned = settings.pin and 0 < threads <= len(share.cpus)

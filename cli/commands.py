@@ -21,6 +21,7 @@ SERVE, WATCH, USE, PREPARE = "serve", "watch", "use", "prepare"
 COMMANDS = {
     "serve": (SERVE, "serve a model by its name or folder: as up, with the model first"),
     "up": (SERVE, "start Redis, a gateway, prefill and decode workers here, and keep them running"),
+    "join": (SERVE, "run workers on this machine for a cluster that runs elsewhere"),
     "scale": (SERVE, "change the number of workers of a running up"),
     "role": (SERVE, "have a worker of a running up become a prefill or a decode worker"),
     "drain": (SERVE, "have a worker of a running up finish what it runs, and end"),

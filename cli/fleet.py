@@ -68,9 +68,10 @@ class Fleet:
         await self._supervisor.retire([name], grace_s=grace_s)
 
     @property
-    def plans(self) -> Sequence[ModelPlan]:
-        """The workers that each model is to have."""
-        return self._plans
+    def total_sizes(self) -> dict[str, int]:
+        """How many workers of each role all models together are to have."""
+        sizes = [self._sizes(plan) for plan in self._plans]
+        return {role: sum(one[role] for one in sizes) for role in ROLES}
 
     def sizes(self, model: str | None) -> dict[str, int]:
         """Returns how many workers of each role a model is to have. Raises ConfigError."""

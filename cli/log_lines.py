@@ -44,6 +44,14 @@ def loading_text(line: str) -> str:
     return f"{LOADING}: {read / 1e9:.1f} of {size / 1e9:.1f} GB, {left_s:.0f} s left"
 
 
+def is_ready_line(line: str) -> bool:
+    """Returns whether a line of a worker's log says that it is ready."""
+    try:
+        return line.startswith("{") and json.loads(line).get("message") == "ready"
+    except ValueError:
+        return False
+
+
 def time_of(line: str) -> str:
     """Returns what sorts an entry among those of other processes; empty where the line is not an entry."""
     found = re.match(r'\{"time":\s?"([^"]+)"', line)

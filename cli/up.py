@@ -4,14 +4,12 @@ Knows what must run and in which order it starts and ends; how a process is kept
 """
 
 import asyncio
-import errno
 import functools
 import os
-import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,13 +19,10 @@ from cli.children import (
     AUTOSCALER,
     GATEWAY,
     REDIS,
-    SOURCE_ROOT,
-    WORKER_HOST,
     Addresses,
     ModelPlan,
     autoscaler_spec,
     child_environment,
-    expected_text,
     gateway_spec,
     model_plans,
     worker_specs,
@@ -41,24 +36,21 @@ from cli.log_lines import for_people, loading_text
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from cli.supervisor import Child, Supervisor
+from cli.up_checks import check_certificate, checked, claim_port, open_address, with_local_draft
 from cli.up_scopes import early_signals, end_signals, log_folder, own_redis, pid_file
 from cli.up_settings import UpSettings
 from gateway.access.keys import digest_of_key, new_key, read_keys
-from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.engine.weights.config import load_config
 from services.hub.models import local_model, with_local_model
-from services.runtime import extras, last_words, service_manager
-from services.runtime.addresses import is_loopback, join_host_port
+from services.runtime import last_words, service_manager
+from services.runtime.addresses import join_host_port
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
-from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.logs import wants_colour
 from services.runtime.orders import socket_path
 from services.runtime.process import watched
-from services.runtime.tls import Identity, pinned_context
+from services.runtime.tls import pinned_context
 from services.runtime.worker_state import WorkerState
-from worker.vllm.installed import interpreter_with_vllm
 
 POLL_S = 0.1
 SLOW_POLL_S = 1.0
@@ -78,10 +70,6 @@ class NotReady(TandemError):
     """The cluster could not serve a request in time."""
 
 
-class PortTaken(TandemError):
-    """An API's address cannot be used."""
-
-
 def add_to(parser: CommandParser) -> None:
     """Gives the parser what this command takes and does."""
     parser.runs(UpSettings, run)
@@ -97,8 +85,9 @@ def run(settings: UpSettings) -> int:
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
-    settings = _with_local_draft(with_local_model(settings))
-    plans = [_checked(replace(plan, path=local_model(plan.path))) for plan in model_plans(settings)]
+    settings = with_local_model(settings)
+    settings = replace(settings, services=with_local_draft(settings.services, settings.decode_worker.draft_model))
+    plans = [checked(replace(plan, path=local_model(plan.path))) for plan in model_plans(settings)]
     gateway = settings.gateway
     if gateway.api_keys is not None:
         read_keys(gateway.api_keys)
@@ -120,63 +109,6 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         code = asyncio.run(watched(up.run(early_signals)))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
-
-
-def _with_local_draft(settings: UpSettings) -> UpSettings:
-    """Returns the settings with the draft model's folder, so that no two workers bring it here. Raises ModelError."""
-    draft = settings.decode_worker.draft_model
-    if draft is None:
-        return settings
-    return replace(settings, services={**settings.services, "draft_model": str(local_model(draft))})
-
-
-def _checked(plan: ModelPlan) -> ModelPlan:
-    """Returns the plan with its workers' interpreter. Raises ModelError or ConfigError as they would."""
-    read_model_files(plan.path)
-    if plan.engine == VLLM:
-        return replace(plan, python=interpreter_with_vllm(SOURCE_ROOT))
-    extras.check("worker")
-    load_config(plan.path)
-    return plan
-
-
-def check_certificate(settings: UpSettings, roles: Iterable[str]) -> None:
-    """Refuses what children of these roles would refuse. Raises ConfigError that names file and rule."""
-    if settings.gateway.tls is not None:
-        Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
-
-
-def open_address(settings: UpSettings) -> str | None:
-    """What it means that both APIs can be reached from elsewhere without a key; None where that is not so."""
-    if settings.gateway.api_keys is not None or is_loopback(settings.host):
-        return None
-    words = (
-        "" if settings.gateway.tls is not None else ", and nobody on the way is kept from reading along (--tls-cert)"
-    )
-    return (
-        f"warning: --host {settings.host} lets everybody who reaches this machine use the models and see the dashboard "
-        f"with all requests: no key is asked for (--api-keys){words}"
-    )
-
-
-def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
-    """The port itself if it is free, a free one for 0. Raises PortTaken.
-
-    It is not kept open: between here and the gateway's start another program could take it; then the gateway says so.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            found = int(probe.getsockname()[1])
-    except (OSError, UnicodeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            reason = "is taken by another program; give another port with"
-        else:
-            reason = f"cannot be used ({getattr(error, 'strerror', None) or error}); check --host and"
-        raise PortTaken(f"{join_host_port(host, port)} {reason} {flag}") from error
-    return found if found != taken else claim_port(host, port, flag=flag, taken=taken)
 
 
 class Up:
@@ -273,7 +205,10 @@ class Up:
     async def _change_role(self, order: Mapping[str, Any]) -> bool:
         check_certificate(self._settings, (order["role"],))
         limits = {"timeout_s": order["grace_s"], "is_forced": order["is_forced"]}
-        return await self._fleet.change_role(order["name"], order["role"], **limits)
+        try:
+            return await self._fleet.change_role(order["name"], order["role"], **limits)
+        finally:
+            self._tell_expected()
 
     async def _scale(self, order: Mapping[str, Any]) -> dict[str, Any]:
         if port := self._settings.decode_worker.metrics_port:
@@ -299,9 +234,11 @@ class Up:
             self._progress.note(error.message)
 
     def _tell_expected(self) -> None:
-        """Tells the gateway how many workers there are to be."""
+        """Tells the gateway how many workers there are to be; with an autoscaler they may be fewer at any time."""
+        if self._settings.autoscale is not None:
+            return
         written = self._log_dir / "expected.new"
-        written.write_text(expected_text(self._settings, self._fleet.plans))
+        written.write_text(",".join(f"{role}={number}" for role, number in self._fleet.total_sizes.items()))
         written.replace(self._log_dir / EXPECTED)
 
     async def _tell_sizes(self, order: Mapping[str, Any]) -> dict[str, int]:

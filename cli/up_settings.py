@@ -24,13 +24,15 @@ PROGRAMS: dict[str, type] = {
     "decode workers": DecodeWorkerConfig,
     "the autoscaler": ScalingSettings,
 }
-DECIDED = frozenset(
+LEFT_TO_US = frozenset(
     {
-        *("id", "port", "advertise_host", "advertise_port", "transfer_port", "advertise_transfer_port"),
-        *("cores", "gpu_memory_share", "http_host", "grpc_host", "starter_key_digest", "drain_s", "linger_s", "nice"),
+        *("id", "port", "advertise_port", "transfer_port", "advertise_transfer_port", "cores", "gpu_memory_share"),
+        "nice",
     }
 )
-"""Settings that `up` decides for each process, or that have another name here: `--host`, `--stop-grace`."""
+"""Settings of workers that `up` and `join` decide for each process."""
+DECIDED = LEFT_TO_US | {"advertise_host", "http_host", "grpc_host", "starter_key_digest", "drain_s", "linger_s"}
+"""Those that `up` decides, or that have another name there: `--host`, `--stop-grace`; of the gateway too."""
 
 
 @dataclass(frozen=True, kw_only=True)

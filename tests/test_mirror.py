@@ -11,7 +11,7 @@ TESTED_BY = {
     "cli/drain.py": "cli/test_scale.py",
     "cli/logs.py": "cli/test_scale.py",
     "cli/serve.py": "cli/test_commands.py",
-    "cli/up_scopes.py": "cli/test_up.py",
+    "cli/up_scopes.py": "cli/test_join.py",
     "services/engine/cache/store.py": "services/engine/cache/test_host_tier.py",
     "cli/bench_load.py": "cli/test_bench.py",
     "services/engine/cpu/decoder.py": "services/engine/test_model.py",

@@ -17,7 +17,7 @@ from services.runtime.errors import ConfigError
     ("words", "said"),
     [
         (["satus"], "tandem has no command 'satus'; did you mean status?"),
-        (["fly"], "tandem has no command 'fly'; it must be one of serve, up, scale, role, drain, "),
+        (["fly"], "tandem has no command 'fly'; it must be one of serve, up, join, scale, role, drain, "),
         (["keys", "tennant"], "tandem keys has no command 'tennant'; did you mean tenant?"),
         (["status", "--urll", "x"], "tandem status has no flag --urll; did you mean --url? (see tandem status --help)"),
         (["keys", "new", "--tenat=x"], "tandem keys new has no flag --tenat; did you mean --tenant?"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.children import GATEWAY, ChildSpec, ModelPlan
+from cli.children import GATEWAY, ROLES, ChildSpec, ModelPlan
 from cli.fleet import Fleet, Resized
 from cli.supervisor import Supervisor
 from services.runtime.errors import ConfigError
@@ -95,6 +95,8 @@ async def test_of_several_models_one_is_named(tmp_path: Path) -> None:
                 await scale(fleet, name, prefill=1, decode=None)
         done = await scale(fleet, "two", prefill=1, decode=1)
         assert done == Resized(["prefill-two-0"], {}, [])
+        assert fleet.total_sizes == {role: fleet.sizes("one")[role] + fleet.sizes("two")[role] for role in ROLES}
+        assert fleet.total_sizes["prefill"] == fleet.sizes("one")["prefill"] + 1
 
 
 async def test_a_worker_that_is_wanted_again_while_it_drains_comes_back(tmp_path: Path) -> None:

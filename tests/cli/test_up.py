@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from cli.main import main
-from cli.up import PortTaken, claim_port
 from tests.certificates import Authority
 
 # Stands in for `python -m gateway`: lists as ready whichever worker has written its pid into the folder.
@@ -293,23 +292,6 @@ def test_logs_are_kept_where_asked_and_shown_when_verbose(start: Callable[..., C
     assert {path.name: path.stat().st_mode & 0o077 for path in made if path.stat().st_mode & 0o077} == {}
 
 
-def test_a_taken_port_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"127.0.0.1:{port} is taken .* --http-port"):
-            claim_port("127.0.0.1", port, flag="--http-port")
-
-
-def test_a_host_that_is_not_ours_is_said() -> None:
-    with pytest.raises(PortTaken, match="--host"):
-        claim_port("203.0.113.7", 0, flag="--http-port")
-
-
-def test_port_0_gives_two_different_ports() -> None:
-    first = claim_port("127.0.0.1", 0, flag="--http-port")
-    assert claim_port("127.0.0.1", 0, flag="--grpc-port", taken=first) != first
-
-
 def pickled(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -339,7 +321,7 @@ def test_a_bad_model_folder_is_exit_code_2_and_one_sentence(
 def test_vllm_that_is_not_there_is_exit_code_2_and_the_command_that_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("cli.up.SOURCE_ROOT", tmp_path)
+    monkeypatch.setattr("cli.up_checks.SOURCE_ROOT", tmp_path)
     assert main(["up", "--engine=vllm"]) == 2
     assert (
         capsys.readouterr().err == "error: --engine vllm needs vLLM, which is not installed: run `make install-vllm`\n"

@@ -1,0 +1,77 @@
+"""What `tandem up` and `join` find out before they start anything: models, certificates, addresses that are free."""
+
+import errno
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cli.children import SOURCE_ROOT, WORKER_HOST, ModelPlan
+from cli.up_settings import UpSettings
+from gateway.models.model_files import read_model_files
+from services.engine.weights.config import load_config
+from services.hub.models import local_model
+from services.runtime import extras
+from services.runtime.addresses import is_loopback, join_host_port
+from services.runtime.engines import VLLM
+from services.runtime.errors import TandemError
+from services.runtime.tls import Identity
+from worker.vllm.installed import interpreter_with_vllm
+
+
+class PortTaken(TandemError):
+    """An API's address cannot be used."""
+
+
+def with_local_draft(services: Mapping[str, str], draft: Path | None) -> Mapping[str, str]:
+    """Returns the settings with the draft model's folder, so that no two workers bring it here. Raises ModelError."""
+    return services if draft is None else {**services, "draft_model": str(local_model(draft))}
+
+
+def checked(plan: ModelPlan) -> ModelPlan:
+    """Returns the plan with its workers' interpreter. Raises ModelError or ConfigError as they would."""
+    read_model_files(plan.path)
+    if plan.engine == VLLM:
+        return replace(plan, python=interpreter_with_vllm(SOURCE_ROOT))
+    extras.check("worker")
+    load_config(plan.path)
+    return plan
+
+
+def check_certificate(settings: UpSettings, roles: Iterable[str]) -> None:
+    """Refuses what children of these roles would refuse. Raises ConfigError that names file and rule."""
+    if settings.gateway.tls is not None:
+        Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
+
+
+def open_address(settings: UpSettings) -> str | None:
+    """What it means that both APIs can be reached from elsewhere without a key; None where that is not so."""
+    if settings.gateway.api_keys is not None or is_loopback(settings.host):
+        return None
+    words = (
+        "" if settings.gateway.tls is not None else ", and nobody on the way is kept from reading along (--tls-cert)"
+    )
+    return (
+        f"warning: --host {settings.host} lets everybody who reaches this machine use the models and see the dashboard "
+        f"with all requests: no key is asked for (--api-keys){words}"
+    )
+
+
+def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
+    """The port itself if it is free, a free one for 0. Raises PortTaken.
+
+    It is not kept open: between here and the gateway's start another program could take it; then the gateway says so.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            found = int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            reason = "is taken by another program; give another port with"
+        else:
+            reason = f"cannot be used ({getattr(error, 'strerror', None) or error}); check --host and"
+        raise PortTaken(f"{join_host_port(host, port)} {reason} {flag}") from error
+    return found if found != taken else claim_port(host, port, flag=flag, taken=taken)
