@@ -31,4 +31,29 @@ await check("responses, streamed", async () => {
   for await (const event of await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 8, stream: true})) kinds.push(event.type);
   assert(kinds[0] === "response.created");
 });
+await check("responses: stored and continued", async () => {
+  const first = await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 8});
+  assert((await client.responses.retrieve(first.id)).id === first.id);
+  const again = await client.responses.create({model: MODEL, input: "And then?", max_output_tokens: 8, previous_response_id: first.id});
+  assert((await client.responses.inputItems.list(again.id)).data.length === 3);
+});
+await check("responses: in the background, polled, resumed and cancelled", async () => {
+  let response = await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 8, background: true});
+  for (let tries = 0; tries < 600 && ["queued", "in_progress"].includes(response.status); tries++) {
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    response = await client.responses.retrieve(response.id);
+  }
+  assert(["completed", "incomplete"].includes(response.status));
+  const numbers = [];
+  let id = "";
+  for await (const event of await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 8, background: true, stream: true})) {
+    numbers.push(event.sequence_number);
+    id = id || event.response.id;
+    if (numbers.length === 2) break;
+  }
+  for await (const event of await client.responses.retrieve(id, {stream: true, starting_after: 1})) numbers.push(event.sequence_number);
+  assert(numbers.every((number, index) => number === index) && numbers.length > 3);
+  response = await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 500, background: true});
+  assert(["cancelled", "completed", "incomplete"].includes((await client.responses.cancel(response.id)).status));
+});
 finish(JSON.parse(readFileSync("node_modules/openai/package.json")).version);

@@ -1,6 +1,7 @@
 """OpenAI's client for Python, as its documentation uses it."""
 
 import json
+import time
 
 import openai
 from checks import KEY, MODEL, URL, check, finish
@@ -86,6 +87,38 @@ def unknown():
     except openai.NotFoundError:
         return
     raise AssertionError("it was answered")
+
+
+@check("responses: stored, continued and deleted")
+def stored():
+    first = client.responses.create(model=MODEL, input="Hello", max_output_tokens=8)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    again = client.responses.create(model=MODEL, input="And then?", max_output_tokens=8, previous_response_id=first.id)
+    assert len(client.responses.input_items.list(again.id).data) == 3
+    client.responses.delete(first.id)
+    try:
+        client.responses.retrieve(first.id)
+    except openai.NotFoundError:
+        return
+    raise AssertionError("it is still there")
+
+
+@check("responses: in the background, polled, resumed and cancelled")
+def background():
+    response = client.responses.create(model=MODEL, input="Hello", max_output_tokens=8, background=True)
+    until_s = time.monotonic() + 60
+    while response.status in ("queued", "in_progress") and time.monotonic() < until_s:
+        time.sleep(0.1)
+        response = client.responses.retrieve(response.id)
+    assert response.output_text
+    stream = client.responses.create(model=MODEL, input="Hello", max_output_tokens=8, background=True, stream=True)
+    seen = [next(stream), next(stream)]
+    stream.close()
+    rest = client.responses.retrieve(seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number)
+    numbers = [event.sequence_number for event in [*seen, *rest]]
+    assert numbers == list(range(len(numbers)))
+    response = client.responses.create(model=MODEL, input="Hello", max_output_tokens=500, background=True)
+    assert client.responses.cancel(response.id).status in ("cancelled", "completed", "incomplete")
 
 
 finish(openai.__version__)

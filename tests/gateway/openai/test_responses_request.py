@@ -136,12 +136,10 @@ def test_options_become_those_of_a_chat():
 
 
 REFUSED = {
-    "background": ({"background": True}, "background", UNSUPPORTED),
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", UNSUPPORTED),
     "conversation": ({"conversation": "conv_1"}, "conversation", UNSUPPORTED),
     "conversation-object": ({"conversation": {"id": "conv_1"}}, "conversation", UNSUPPORTED),
     "moderation": ({"moderation": {"model": "m"}}, "moderation", UNSUPPORTED),
-    "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", UNSUPPORTED),
     "prompt": ({"prompt": {"id": "p"}}, "prompt", UNSUPPORTED),
     "top_logprobs": ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
     "top_logprobs-tools": ({"top_logprobs": 2, "tools": TOOLS}, "top_logprobs", UNSUPPORTED),
@@ -303,3 +301,12 @@ def test_half_a_surrogate_pair_in_what_is_given_back_is_refused(path):
     with pytest.raises(InvalidRequest) as refused, own_words():
         call_for(**body)
     assert status.openai_error(refused.value)["error"]["param"] is None or path[0] in refused.value.field
+
+
+@pytest.mark.parametrize("members", [{"background": True}, {"previous_response_id": "resp_1"}])
+def test_what_needs_a_store_is_refused_without_one(members):
+    request, _ = parse(json.dumps({"input": ASKED, **members}).encode(), ResponsesRequest)
+    with pytest.raises(InvalidRequest) as refused:
+        request.check_stateless()
+    assert (refused.value.field, refused.value.code) == (*members, UNSUPPORTED)
+    parse(json.dumps({"input": ASKED, "store": True}).encode(), ResponsesRequest)[0].check_stateless()

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 
 import openai
 import pytest
@@ -9,6 +11,7 @@ import redis
 
 import gateway.stored.background
 from services.cluster.answer_scripts import MAX_ACTIVE
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
 from services.runtime.errors import StoreUnavailable
 from tests.gateway.stored.conftest import TEXT, ended
@@ -187,6 +190,28 @@ async def test_redis_that_forgets_everything_ends_it(make, client_of, talker):
     await system.until(lambda: not system.gateway.stored.background._runs)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(response.id)
+
+
+async def test_redis_may_be_away_for_a_while(make, client_of, talker):
+    await talker.allow(2)
+    with EmbeddedRedis() as server:
+        system = await make(redis=server.url)
+        system.gateway._batch_store._timeout_s = 0.1
+        client = await client_of(system)
+        stream = await client.responses.create(model="tiny", input="hi", background=True, stream=True)
+        seen = [event async for event in _until_delta(stream)]
+        (run,) = system.gateway.stored.background._runs.values()
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            await talker.allow(100)
+            await system.until(lambda: bool(run._last))
+            await system.until(lambda: system.gateway._batch_store.stats.num_failed_calls > 2)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        rest = await numbered(stream)
+        assert told([*seen, *rest]) == TEXT
+        assert [event.sequence_number for event in [*seen, *rest]] == list(range(len(seen) + len(rest)))
+        assert (await client.responses.retrieve(seen[0].response.id)).output_text == TEXT
 
 
 async def test_what_ends_it_early_is_its_reason(make, client_of, monkeypatch):
