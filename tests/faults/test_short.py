@@ -68,7 +68,7 @@ async def test_workers_that_change_their_role_change_no_answer() -> None:
     options = Options(seed=SEED, is_quiet=True)
     flags = {"gateway": [EVERY_PROMPT_IS_HANDED_OVER]}
     with FaultCluster(kv_pages=1024, flags=flags, changes_roles=True) as cluster:
-        specs = make_specs(random.Random(SEED), 8, tokens=(16, 64))
+        specs = make_specs(random.Random(SEED), 16, tokens=(16, 64))
         async with cases.under_load(cluster, "role_changes", options, specs) as opened:
             await cases.change_some_roles(opened, 6, mortal=["decode-1"])
     assert opened.row.figures["streams_hit"] > 0, "nothing ran while roles changed"
