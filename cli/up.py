@@ -32,6 +32,7 @@ from cli.control import Order, taking_orders
 from cli.cores import this_machine
 from cli.fleet import Fleet
 from cli.gpus import visible_gpus
+from cli.log_files import open_private
 from cli.log_lines import for_people, loading_text
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
@@ -238,7 +239,10 @@ class Up:
         if self._settings.autoscale is not None:
             return
         written = self._log_dir / "expected.new"
-        written.write_text(",".join(f"{role}={number}" for role, number in self._fleet.total_sizes.items()))
+        sizes = ",".join(f"{role}={number}" for role, number in self._fleet.total_sizes.items())
+        with open_private(written) as stream:
+            stream.truncate(0)
+            stream.write(sizes.encode())
         written.replace(self._log_dir / EXPECTED)
 
     async def _tell_sizes(self, order: Mapping[str, Any]) -> dict[str, int]:

@@ -148,9 +148,9 @@ async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
 
 
 def _is_broken(connection: AbstractConnection) -> bool:
-    """Returns whether a connection broke while nobody used it, which redis-py sees of those that Redis ended only.
+    """Returns whether a connection broke while nobody used it, which redis-py notices only where Redis ended it.
 
-    An event loop may refuse to write there with an error that is neither Redis' nor the system's.
+    An event loop may refuse to write there with an error that belongs neither to Redis nor to the system.
     """
     writer = connection._writer
     return writer is not None and writer.is_closing()
