@@ -60,6 +60,18 @@ class Cluster:
         worker_id = self.get(f"/cluster/requests/{request_id}")["decode_worker"]
         return next(int(worker["pid"]) for worker in self.get("/cluster")["workers"] if worker["id"] == worker_id)
 
+    def gateway_pid(self) -> int:
+        """Returns the process of the gateway that runs now. Raises LookupError where none does."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has just ended
+            if parent == self.process.pid and b"gateway" in command:
+                return int(folder.name)
+        raise LookupError("the cluster has no gateway now")
+
     @contextlib.asynccontextmanager
     async def inference(self) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
         """A stub of the Inference service on a channel of its own."""

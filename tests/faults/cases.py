@@ -57,6 +57,7 @@ NUM_SPECS = 32
 BUSY_S = 600.0
 MOST_HELD = 24
 """File descriptors or threads more than before, under load: a leak would be one with each change of a role."""
+REMOTE = {"x-tandem-prefill": "remote"}
 SPARE = {"fds": 8, "rings": 1, "tasks": 8, "threads": 16}
 
 
@@ -806,7 +807,9 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
             for spec in make_specs(chance, NUM_SPECS)
         ]
         phases: Counter[str] = Counter()
-        # Connections, pools and caches grow to their size first.
+        # Connections, pools and caches grow to their size first; a worker that replaced another has no Links yet.
+        short = [dataclasses.replace(spec, is_http=True, max_tokens=1) for spec in specs]
+        await asyncio.gather(*(clients.send(Run(spec, Answer(), gateway=clients.gateway()), REMOTE) for spec in short))
         await _cancel_many(clients, specs, min(200, max(40, number // 2)), phases, options, "warm up")
         row.leaks += await cluster.leaks()
         before = await _held(cluster)

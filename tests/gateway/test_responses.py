@@ -38,6 +38,8 @@ def events_of(response):
     """(event, id) of each event, each judged by the official types; the id is empty where the event has none."""
     events = []
     for block in response.text.split("\n\n")[:-1]:
+        if block.startswith(":"):
+            continue  # a comment, which keeps a slow stream alive
         name, data, *event_id = block.split("\n")
         EVENT.validate_json(data.removeprefix("data: "), strict=True)
         event = json.loads(data.removeprefix("data: "))

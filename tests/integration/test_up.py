@@ -130,8 +130,6 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["up.err"]
 
 
-@pytest.mark.gpu
-@pytest.mark.timeout(600)  # two starts, the first of which compiles all kernels
 def test_a_worker_changes_its_role_under_load_and_has_it_when_it_is_started_again(
     up: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +191,8 @@ def test_where_the_mix_turns_the_autoscaler_changes_roles_and_no_answer(
     assert "by a change of role" in (logs / "decisions.jsonl").read_text()
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # two starts, the first of which compiles all kernels
 def test_two_workers_on_one_gpu_hand_prompts_over_and_answer_as_one_does(
     up: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

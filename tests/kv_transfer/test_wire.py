@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kv_transfer.protocol.counters import Reason
-from kv_transfer.protocol.failures import abort_of, again, code_of, error_from
+from kv_transfer.protocol.failures import abort_of, code_of, error_from
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -117,7 +117,7 @@ def test_errors_keep_the_time_after_which_to_ask_again(retry_after_s: float | No
     arrived = error_from(_over_the_wire(abort))
     assert type(arrived) is errors.NoFreePages
     assert arrived.retry_after_s == (told_ms / 1000 or None)
-    assert again(arrived).retry_after_s == arrived.retry_after_s
+    assert arrived.again().retry_after_s == arrived.retry_after_s
 
 
 async def test_an_outbox_that_nobody_reads_is_an_error() -> None:

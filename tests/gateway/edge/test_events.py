@@ -14,6 +14,7 @@ class Written:
     """A writer that notes what it is shown."""
 
     has_usage = True
+    waits_at_end = False
 
     def __init__(self, *, is_usage_continuous=False):
         self.is_usage_continuous = is_usage_continuous

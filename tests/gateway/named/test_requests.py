@@ -599,7 +599,7 @@ async def written_as_owner(world):
 async def test_who_leaves_at_its_deadline_takes_nothing_from_the_others(world):
     requests = world.requests[0]
     requests.held_at = 6
-    hurried = Client(lambda last: keyed(last=last, sampling=AskedSampling(seed=1), deadline=Deadline.after(0.1)))
+    hurried = Client(lambda last: keyed(last=last, sampling=AskedSampling(seed=1), deadline=Deadline.after(1.0)))
     patient = Client(lambda last: keyed(last=last, sampling=AskedSampling(seed=1)))
     readings = [asyncio.ensure_future(each.read(world.journals[0])) for each in (hurried, patient)]
     with pytest.raises(DeadlineExceeded):
@@ -615,7 +615,7 @@ async def test_deadline_of_the_last_reader_ends_the_generation(world):
     requests = world.requests[0]
     requests.held_at = 6
     with pytest.raises(DeadlineExceeded):
-        await Client(lambda last: keyed(deadline=Deadline.after(0.05))).read(world.journals[0])
+        await Client(lambda last: keyed(deadline=Deadline.after(1.0))).read(world.journals[0])
     await until(lambda: requests.num_running == 0 and not requests.active)
     with pytest.raises(DeadlineExceeded):
         await Client(lambda last: keyed(deadline=Deadline.after(0.0))).read(world.journals[0])

@@ -22,7 +22,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.reports import WorkerLoad
 from gateway.topology.troubles import Troubles
 from protos import worker_pb2
-from services.cluster.memory import MemoryUse
+from services.cluster.memory import MemoryUse, StorageBounds
 from services.engine.cache.host_tier import HostTierStats
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
@@ -432,8 +432,16 @@ def all_moved():
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
     metrics.batch_rows.labels("completed").inc()
-    use = MemoryUse(used_bytes=5, max_bytes=9, policy="noeviction", num_evicted_keys=0, file_bytes=1, journal_bytes=1)
-    metrics.note_storage(use, {"files": 2})
+    use = MemoryUse(
+        used_bytes=5,
+        max_bytes=9,
+        policy="noeviction",
+        num_evicted_keys=0,
+        file_bytes=1,
+        journal_bytes=1,
+        answer_bytes=1,
+    )
+    metrics.note_storage(use, StorageBounds(file_bytes=2, journal_bytes=2, answer_bytes=2))
     metrics.watch(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})

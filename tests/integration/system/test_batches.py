@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 import urllib.request
-from pathlib import Path
 
 import openai
 import pytest
@@ -24,18 +23,6 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def gateway_pid(cluster):
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has just ended
-        if parent == cluster.process.pid and b"gateway" in command:
-            return int(folder.name)
-    raise AssertionError("the cluster has no gateway")
 
 
 def num_attempts(port):
@@ -81,11 +68,11 @@ def test_a_batch_outlives_a_killed_gateway_with_each_row_answered_once(monkeypat
         began_s = time.monotonic()
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         before = watched(client, batch.id, lambda now: now.request_counts.completed >= KILL_AT)
-        victim = gateway_pid(cluster)
+        victim = cluster.gateway_pid()
         os.kill(victim, signal.SIGKILL)
         killed_s = time.monotonic()
         at_once = watched(client, batch.id, lambda now: True).request_counts.completed
-        assert gateway_pid(cluster) != victim
+        assert cluster.gateway_pid() != victim
         watched(client, batch.id, lambda now: now.request_counts.completed > at_once)
         taken_over_s = time.monotonic()
         after = watched(client, batch.id, lambda now: now.status == "completed")

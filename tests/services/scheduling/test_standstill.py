@@ -42,7 +42,6 @@ class Bursts:
         self.random = random.Random(self.seed)
         self.queue, self.policy = RequestQueue(max_waiting=10_000), OverloadPolicy()
         self.num_running = 0
-        self.admitted: dict[object, Admit] = {}
         self.still_from_s = STILL_BURST * GAP_S + 0.3
         self.still_until_s = self.still_from_s + self.still_s
 
@@ -80,8 +79,6 @@ class Bursts:
         if self.is_judged and isinstance(verdict, Refuse):
             self.refused[burst] += 1
             return
-        if isinstance(verdict, Admit):
-            self.admitted[key] = verdict
         self.queue.push(entry)
 
     def start_all(self, now_s: float) -> list[QueueEntry]:
@@ -89,8 +86,7 @@ class Bursts:
         while self.queue.peek() is not None and self.num_running < self.num_places and not self.is_still(now_s):
             entry = self.queue.pop()
             self.num_running += 1
-            admitted = self.admitted.get(entry.key)
-            self.policy.note_start(entry, now_s, is_backlogged=len(self.queue) > 0, admitted=admitted)
+            self.policy.note_start(entry, now_s, is_backlogged=len(self.queue) > 0)
             started.append(entry)
             burst = entry.key[0]  # type: ignore[index]
             ttft_s = self.done_s(now_s, PREFILL_S) - entry.arrived_s
