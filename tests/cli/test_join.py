@@ -15,6 +15,7 @@ from benchmarks import gateway as bench
 from cli.children import Addresses, ChildSpec, worker_specs
 from cli.cores import this_machine
 from cli.join import Joined, JoinSettings, machine_label
+from cli.up_scopes import early_signals
 from demo import DEMO_MODEL
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.config import read
@@ -89,7 +90,8 @@ async def test_it_is_ready_when_every_worker_says_so_and_ends_all(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Joined, "_look", look)
-    assert await joined.run([]) == 0
+    with early_signals() as came:  # which gives the signals back
+        assert await joined.run(came) == 0
     assert not any("ready" in said for said in seen[: seen.index("ready a b\n")])
     assert all(one.process.returncode is not None for one in joined._supervisor.children.values())
 
@@ -98,7 +100,8 @@ async def test_a_worker_that_cannot_run_is_named_with_the_end_of_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     joined = Joined([child("a", "print('no such device', flush=True); raise SystemExit(2)")], tmp_path, grace_s=5.0)
-    assert await joined.run([]) == 1
+    with early_signals() as came:
+        assert await joined.run(came) == 1
     said = capsys.readouterr().err
     assert "error: a cannot be kept running" in said
     assert "no such device" in said
