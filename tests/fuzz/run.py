@@ -40,7 +40,7 @@ CUT_OFF_BYTES = 16_384
 """A client that sends more may be answered, and cut off, before all was read: the answer can get lost on the way."""
 _OF_API = tuple(f"POST {path} ".encode() for path in API_PATHS)
 _OF_ANTHROPIC = tuple(f"POST {path} ".encode() for path in ANTHROPIC_PATHS)
-SOUND_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503, 505})
+SOUND_STATUSES = frozenset({200, 204, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503, 505})
 SOUND_CODES = frozenset(
     {
         grpc.StatusCode.OK,
