@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from cli.commands import CommandParser
-from cli.control import DrainingSettings
+from cli.control import LocalSettings
 from services.runtime.config import option
-from services.runtime.kinds import argument, choice, flag, text
+from services.runtime.kinds import argument, choice, flag, number, text
 from services.runtime.orders import order
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleSettings(DrainingSettings):
+class RoleSettings(LocalSettings):
     """Has WORKER of the `tandem up` here become a prefill or a decode worker, with its weights and pages in place.
 
     Its running answers move to other workers or end, nothing new comes to it, and it serves again as the other one,
@@ -22,6 +22,9 @@ class RoleSettings(DrainingSettings):
 
     worker: str = option(argument(text()), help="Its name, such as decode-1; `tandem status` lists them.")
     role: str = option(argument(choice("prefill", "decode")), help="What it is to be.")
+    timeout: float = option(
+        number(0, 86_400), default=600.0, help="Seconds that running answers get; a worker that has some then stays."
+    )
     force: bool = option(flag(), default=False, help="Also where it is the last worker of its role.")
 
 

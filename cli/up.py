@@ -30,7 +30,7 @@ from cli.children import (
 from cli.commands import CommandParser
 from cli.control import Order, taking_orders
 from cli.cores import this_machine
-from cli.fleet import Fleet
+from cli.fleet import Fleet, Resized
 from cli.gpus import visible_gpus
 from cli.log_files import open_private
 from cli.log_lines import for_people, loading_text
@@ -218,7 +218,7 @@ class Up:
             )
         done = self._fleet.resize(order["model"], prefill=order["prefill"], decode=order["decode"])
         self._tell_expected()
-        finishing = self._fleet.finish(done, grace_s=order["grace_s"])
+        finishing = self._finish(done, grace_s=order["grace_s"])
         if order.get("waits", True):
             await finishing
         else:
@@ -226,6 +226,13 @@ class Up:
             self._finishing.add(task)
             task.add_done_callback(self._finishing.discard)
         return asdict(done)
+
+    async def _finish(self, resized: Resized, *, grace_s: float) -> None:
+        """Raises ConfigError for workers that keep their roles, which are expected with them again."""
+        try:
+            await self._fleet.finish(resized, grace_s=grace_s)
+        finally:
+            self._tell_expected()
 
     async def _told(self, finishing: Coroutine[Any, Any, None]) -> None:
         """Shows what an order came to whose giver has left."""

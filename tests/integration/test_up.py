@@ -134,7 +134,8 @@ def test_a_worker_changes_its_role_under_load_and_has_it_when_it_is_started_agai
     up: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    cluster = up("--prefill", "1", "--decode", "2")
+    logs = tmp_path / "logs"
+    cluster = up("--prefill", "1", "--decode", "2", f"--log-dir={logs}")
     expected = cluster.complete(max_tokens=300)
     before = cluster.workers()["decode-1"]
     with ThreadPoolExecutor(8) as pool:
@@ -150,6 +151,10 @@ def test_a_worker_changes_its_role_under_load_and_has_it_when_it_is_started_agai
     scaled = cluster.tandem("scale", "--prefill", "1", "--decode", "2")
     assert scaled.stdout == "changed: decode-1 is a decode worker now\nstarted: none\ndrained: none\n", scaled.stderr
     assert cluster.workers()["decode-1"]["pid"] == before["pid"], "the same process all the time"
+
+    kept = cluster.tandem("scale", "--prefill", "2", "--decode", "1", "--timeout", "0")
+    assert "keeps its role" in kept.stderr
+    assert (logs / "expected.txt").read_text() == "prefill=1,decode=2", "no worker is missed that kept its role"
 
     assert cluster.tandem("role", "decode-1", "prefill").returncode == 0
     os.kill(before["pid"], signal.SIGKILL)
