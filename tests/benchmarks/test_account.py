@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -44,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
     server = HTTPServer(("127.0.0.1", 0), type("Counting", (Programs,), {"reads": {}}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield Cluster(f"http://127.0.0.1:{server.server_port}", "", cast("object", None), Path())  # type: ignore[arg-type]
+    yield Cluster(f"http://127.0.0.1:{server.server_port}", "", cast("Any", None), Path())
     server.shutdown()
     thread.join()
     server.server_close()

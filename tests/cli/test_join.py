@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,8 @@ async def test_it_is_ready_when_every_worker_says_so_and_ends_all(
     joined = Joined([child("a", says), child("b", slow + says)], tmp_path, grace_s=5.0)
     seen: list[str] = []
 
-    def look(self: Joined, really: object = Joined._look) -> None:
-        really(self)  # type: ignore[operator]
+    def look(self: Joined, really: Callable[[Joined], None] = Joined._look) -> None:
+        really(self)
         seen.append(capsys.readouterr().out)
         if self._ready == {"a"} and not gate.exists():
             gate.touch()

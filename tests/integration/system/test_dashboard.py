@@ -76,7 +76,7 @@ async def lose_a_decode_worker(cluster: Cluster) -> None:
             body = {"prompt": PREFIX, "max_tokens": 600, "ignore_eos": True}
             asked = asyncio.create_task(http.post("/v1/completions", json=body, headers={"x-request-id": request_id}))
             async with asyncio.timeout(WAIT_S):
-                while not (pid := await asyncio.to_thread(decode_pid, cluster, request_id)) and not asked.done():  # noqa: ASYNC110
+                while not (pid := await asyncio.to_thread(decode_pid, cluster, request_id)) and not asked.done():  # noqa: ASYNC110 - the gateway's
                     await asyncio.sleep(0.05)
             if pid:
                 os.kill(pid, signal.SIGKILL)

@@ -48,11 +48,11 @@ class FakeGateway:
     """Its counts and workers are attributes; `page` replaces /metrics where it is set."""
 
     def __init__(self, api: FakeApi) -> None:
-        self.counts: dict[str, float] = {}
+        self.counts: dict[str, Any] = {}
         self.workers = [worker("prefill"), worker("decode")]
         self.page: bytes | None = None
         self.url = api.url
-        api.routes["GET /metrics"] = lambda: (200, metrics(**self.counts) if self.page is None else self.page)  # type: ignore[arg-type]
+        api.routes["GET /metrics"] = lambda: (200, metrics(**self.counts) if self.page is None else self.page)
         api.routes["GET /cluster"] = lambda: (200, {"workers": self.workers})
 
 
