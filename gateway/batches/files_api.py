@@ -20,6 +20,7 @@ from gateway.access.keys import ApiKey
 from gateway.batches.multipart import FormReader, boundary_of
 from gateway.http.exchange import HttpRefusal
 from gateway.limits import MAX_UPLOAD_S
+from services.cluster.claimed_work import until_answered
 from services.cluster.files import CHUNK_BYTES, FILE_TTL_S, MAX_FILES, MAX_PAGE, File, FilesFull, FileStore, new_id
 from services.runtime.errors import (
     InvalidRequest,
@@ -45,7 +46,6 @@ MIN_TTL_S = 3600
 RETRY_AFTER_S = 5.0
 STORE_PATIENCE_S = 4.0
 """The time that Redis is given to answer: enough for one more try after one that timed out."""
-STORE_RETRY_S = 0.25
 
 T = TypeVar("T")
 
@@ -250,19 +250,8 @@ class _Upload:
 
 
 async def heard(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeats a command that may be repeated until Redis answers: a time-out does not tell whether it was done.
-
-    Raises StoreUnavailable where there is no answer within STORE_PATIENCE_S.
-    """
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + STORE_PATIENCE_S
-    while True:
-        try:
-            return await call()
-        except StoreUnavailable:
-            if loop.time() >= until_s:
-                raise
-            await asyncio.sleep(STORE_RETRY_S)
+    """Repeats a command until Redis answers, for a client that waits. Raises StoreUnavailable."""
+    return await until_answered(call, timeout_s=STORE_PATIENCE_S)
 
 
 def too_slow(limit_s: float) -> HttpRefusal:

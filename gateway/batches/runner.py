@@ -10,8 +10,8 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,17 +31,13 @@ from gateway.http.exchange import App
 from gateway.requests.fan_out import all_of
 from services.cluster.batch_scripts import Reply, Status
 from services.cluster.batches import Batch, BatchStore, Result, has_result
+from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
 from services.runtime.errors import StoreUnavailable, Unauthenticated
 
-POLL_S = 1.0
-"""How often a gateway looks for batches that nobody has."""
 MAX_OWNED = 32
 """The most batches that one gateway works on at once."""
 MAX_OWNED_OF_TENANT = 4
 """A tenant's share of them; its further ones wait, so that others' do not have to."""
-RENEWALS_PER_LEASE = 4
-STORE_RETRY_S = 0.25
-"""How often a Redis that is away is tried again."""
 FULL_RETRY_S = 5.0
 """How often a result that found no room is tried again."""
 LEAVE_S = 5.0
@@ -54,15 +50,10 @@ MAX_FAULTS = 3
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Outcome = Literal["completed", "failed", "expired", "later"]
 
 
-class _Left(Exception):
-    """The batch is no longer ours, or no longer to be worked on."""
-
-
-class Batches:
+class Batches(ClaimedWork["BatchRun"]):
     """The batches of one gateway.
 
     `app_of` makes the HTTP API as the owner of the API key with a digest sees it; `check_model` raises the error that
@@ -80,6 +71,7 @@ class Batches:
         on_rows: Callable[[Outcome, int], None],
         num_rows: int,
     ) -> None:
+        super().__init__(kind="a batch", max_runs=MAX_OWNED if num_rows else 0, max_runs_of_tenant=MAX_OWNED_OF_TENANT)
         self.store = store
         self.files = store.files
         self.app_of = app_of
@@ -89,142 +81,50 @@ class Batches:
         self.slots = asyncio.Semaphore(num_rows)
         """Shared by all batches; the task that has waited longest is next, so each batch gets as much as the others."""
         self._gateway_incarnation = gateway_incarnation
-        self._poll_s = POLL_S
         self.faults: Counter[str] = Counter()
         """The number of faults of this program, by batch."""
-        self._runs: dict[str, BatchRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._has_news = asyncio.Event()
 
-    def start(self) -> None:
-        """Begins to look for batches, on the running loop."""
-        if self.num_rows:
-            self._task = asyncio.create_task(self._follow(), name="batches")
-
-    async def close(self, *, timeout_s: float = LEAVE_S) -> None:
-        """Begins no more rows, waits up to `timeout_s` for those that run, and lets go of all batches."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-        for run in self._runs.values():
-            run.leave()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        for run in list(self._runs.values()):
-            run.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def poke(self, batch_id: str) -> None:
-        """Looks at a batch that has changed: it was made, or its end was asked for."""
-        self._has_news.set()
-        if batch_id in self._runs:
-            self._runs[batch_id].look()
-
-    async def _follow(self) -> None:
-        while True:
-            self._has_news.clear()
-            try:
-                while len(self._runs) < MAX_OWNED and await self._claim():
-                    pass
-            except StoreUnavailable:
-                pass
-            except Exception:  # root of the task: one batch that cannot be read keeps no other waiting
-                logger.exception("a batch cannot be claimed")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s):
-                    await self._has_news.wait()
-
-    async def _claim(self) -> bool:
-        tenants = Counter(run.batch.order.tenant for run in self._runs.values())
-        full = [tenant for tenant, num_batches in tenants.items() if num_batches >= MAX_OWNED_OF_TENANT]
-        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=list(tenants), full_tenants=full)
+    async def _claim(self, *, busy_tenants: list[str], full_tenants: list[str]) -> "BatchRun | None":
+        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants)
         if batch is None:
-            return False
+            return None
         logger.info("a batch was claimed", extra={"batch": batch.id, "epoch": batch.epoch, "status": batch.status})
-        if batch.id in self._runs:
-            # Its claim ended before we could renew it, and now it is ours anew: the run of before is out of date.
-            self._runs.pop(batch.id).stop()
-        run = self._runs[batch.id] = BatchRun(self, batch)
-        task = asyncio.create_task(run.run(), name=f"batch {batch.id}")
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._forget, run))
-        return True
-
-    def _forget(self, run: "BatchRun", task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._runs.get(run.batch.id) is run:
-            del self._runs[run.batch.id]
-            self._has_news.set()
+        return BatchRun(self, batch)
 
 
-class BatchRun:
+class BatchRun(ClaimedRun):
     """One batch while it is ours."""
 
     def __init__(self, batches: Batches, batch: Batch) -> None:
+        super().__init__(
+            name=batch.id,
+            tenant=batch.order.tenant,
+            kind="a batch",
+            identity={"batch": batch.id, "epoch": batch.epoch},
+        )
         self.batch = batch
         self._batches = batches
         self._store = batches.store
         self._files = batches.files
         self._app = batches.app_of(batch.order.key_digest)
         self._total = batch.total
-        self._leaving = asyncio.Event()
-        self._looks = asyncio.Event()
         self._has_claim = asyncio.Event()
         """An event that is set while the claim is recent enough that no other gateway can have the batch."""
         self._has_claim.set()
-        self._has_stopped = False
         self._is_full = False
         self._end: Status | None = None
         """Why the rows end before all are answered: the batch is cancelled, or its time is over."""
-        self._work: asyncio.Task[None] | None = None
         self._rows: asyncio.Task[None] | None = None
         self._pending: PendingRows | None = None
 
-    async def run(self) -> None:
-        """Works until the batch is over, is another's, or is let go. Raises nothing."""
-        self._work = asyncio.current_task()
-        extra = {"batch": self.batch.id, "epoch": self.batch.epoch}
-        keeping = asyncio.create_task(self._keep(), name=f"claim of {self.batch.id}")
-        try:
-            await self._go_through()
-            logger.info("a batch is over", extra=extra)
-        except (_Left, asyncio.CancelledError):
-            logger.info("a batch was let go", extra=extra)
-            with contextlib.suppress(StoreUnavailable):
-                await self._store.release(self.batch)
-        except Exception:  # a loop's root; nobody renews the claim, so after a while it is tried again
-            logger.exception("a batch cannot be worked on", extra=extra)
-            faults = self._batches.faults
-            faults[self.batch.id] += 1
-            if faults[self.batch.id] >= MAX_FAULTS:
-                wrong = LineError("internal_error", "The server has failed to work on this batch, again and again.")
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.advance(self.batch, Status.FAILED, errors=_json((wrong,)))
-        finally:
-            keeping.cancel()
-            await asyncio.wait((keeping,))
-
     def leave(self) -> None:
         """Begins no further row; the batch is let go when those that run have ended."""
-        self._leaving.set()
+        super().leave()
         if self._pending is not None:
             self._pending.close()
 
-    def stop(self) -> None:
-        """Lets the batch go at once."""
-        self.leave()
-        if self._work is not None and not self._has_stopped:
-            self._has_stopped = True  # a second cancellation would interrupt what the first one ends
-            self._work.cancel()
-
-    def look(self) -> None:
-        """Looks now whether the batch is to be ended."""
-        self._looks.set()
-
-    async def _go_through(self) -> None:
-        """Takes the batch from where it stands to its end. Raises _Left."""
+    async def _complete(self) -> None:
+        """Takes the batch from where it stands to its end. Raises Left."""
         status = self.batch.status
         outcome: str | None = self.batch.outcome
         try:
@@ -278,7 +178,7 @@ class BatchRun:
             return Status.EXPIRED if self._end is Status.EXPIRED else None
         rows.result()
         if self._leaving.is_set():
-            raise _Left
+            raise Left
         return Status.COMPLETED
 
     async def _ask_rows(self) -> None:
@@ -330,22 +230,22 @@ class BatchRun:
             return row, asked.custom_id, await ask(self._app, self.batch.order.endpoint, bytes(asked.body))
 
     async def _record(self, results: list[Result], *, beyond_room: bool = False) -> None:
-        """Waits for Redis and for room, as long as it takes. Raises FileWrong or _Left where it would be in vain."""
+        """Waits for Redis and for room, as long as it takes. Raises FileWrong or Left where it would be in vain."""
         while True:
-            reply = await self._surely(lambda: self._store.record(self.batch, results, beyond_room=beyond_room))
+            reply = await until_answered(lambda: self._store.record(self.batch, results, beyond_room=beyond_room))
             if reply is Reply.FULL:
                 if not self._is_full:
                     logger.warning("no room for the results of a batch", extra={"batch": self.batch.id})
                 self._is_full = True
                 await self._pause(FULL_RETRY_S)
                 if self._leaving.is_set():
-                    raise _Left
+                    raise Left
             elif reply is Reply.LOST:
                 raise _forgotten()
             elif reply is Reply.DONE:
                 return
             else:
-                raise _Left
+                raise Left
 
     async def _expire_rows(self) -> None:
         """Gives each row without a result one that says why."""
@@ -368,7 +268,7 @@ class BatchRun:
 
     async def _done_rows(self) -> bytes:
         """Returns which rows have a result now. Raises FileWrong."""
-        bits = await self._surely(lambda: self._store.done_rows(self.batch))
+        bits = await until_answered(lambda: self._store.done_rows(self.batch))
         if len(bits) != (self._total + 7) // 8:
             raise _forgotten()
         return bits
@@ -385,7 +285,7 @@ class BatchRun:
     async def _line_of(self, row: PendingRow) -> bytes:
         """Reads a row's line again. Raises FileWrong where the file is gone."""
         order = self.batch.order
-        line = await self._surely(lambda: self._files.read(order.input_file_id, row.start, row.num_bytes))
+        line = await until_answered(lambda: self._files.read(order.input_file_id, row.start, row.num_bytes))
         if len(line) != row.num_bytes:
             raise _input_gone()
         return line
@@ -393,33 +293,25 @@ class BatchRun:
     async def _input(self) -> AsyncGenerator[bytes, None]:
         """Yields the file of rows. Raises FileWrong where it is gone."""
         order = self.batch.order
-        file = await self._surely(lambda: self._files.find(order.input_file_id))
+        file = await until_answered(lambda: self._files.find(order.input_file_id))
         if file is None or file.tenant != order.tenant:
             raise _input_gone()
         for index in range(file.num_chunks):
-            data = await self._surely(functools.partial(self._files.chunk, file.id, index))
+            data = await until_answered(functools.partial(self._files.chunk, file.id, index))
             if data is None:
                 raise _input_gone()
             yield data
             if self._leaving.is_set() and self._rows is None:
-                raise _Left
+                raise Left
 
     async def _advance(self, status: Status, **more: Any) -> bool:
-        """Moves the batch to a status. Returns False if it was cancelled. Raises _Left, or FileWrong without room."""
-        reply = await self._surely(lambda: self._store.advance(self.batch, status, **more))
+        """Moves the batch to a status. Returns False if it was cancelled. Raises Left, or FileWrong without room."""
+        reply = await until_answered(lambda: self._store.advance(self.batch, status, **more))
         if reply is Reply.FULL:
             raise FileWrong(LineError("storage_full", "There is no room for one line for each row: delete some files."))
         if reply not in (Reply.DONE, Reply.REFUSED):
-            raise _Left
+            raise Left
         return reply is Reply.DONE
-
-    async def _surely(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Asks Redis until it answers."""
-        while True:
-            try:
-                return await call()
-            except StoreUnavailable:
-                await asyncio.sleep(STORE_RETRY_S)
 
     async def _pause(self, seconds: float) -> None:
         """Waits, but ends early if the batch is to be let go."""
@@ -432,10 +324,7 @@ class BatchRun:
         loop = asyncio.get_running_loop()
         renewed_s = loop.time()
         while True:
-            self._looks.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._store.lease_s / RENEWALS_PER_LEASE):
-                    await self._looks.wait()
+            await self._until_next_look(self._store.lease_s)
             asked_s = loop.time()
             try:
                 claim = await self._store.renew(self.batch)
@@ -453,6 +342,16 @@ class BatchRun:
                 self._end_rows(Status.CANCELLING)
             elif claim.status is Status.IN_PROGRESS and claim.is_expired:
                 self._end_rows(Status.EXPIRED)
+
+    async def _give_back(self) -> None:
+        await self._store.release(self.batch)
+
+    async def _on_fault(self) -> None:
+        faults = self._batches.faults
+        faults[self.batch.id] += 1
+        if faults[self.batch.id] >= MAX_FAULTS:
+            wrong = LineError("internal_error", "The server has failed to work on this batch, again and again.")
+            await self._store.advance(self.batch, Status.FAILED, errors=_json((wrong,)))
 
     def _end_rows(self, end: Status) -> None:
         if self._end is None:

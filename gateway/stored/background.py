@@ -7,13 +7,10 @@ it, and where its gateway dies, the next one continues after the tokens and even
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 
@@ -21,18 +18,13 @@ from gateway.batches.pending import RowAnswer, ask, retry_s
 from gateway.http.exchange import App
 from gateway.stored.documents import ENDS, Event, EventSplitter, changed, failed_event, id_of, response_of, with_members
 from services.cluster.answer_scripts import AnswerReply
-from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer, name_of_answer
-from services.runtime.errors import StoreUnavailable
+from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer
+from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
 
 ENDPOINT = "/v1/responses"
 RESPONSE_PREFIX = "resp_"
-POLL_S = 1.0
-"""How often a gateway looks for responses that nobody has."""
-RENEWALS_PER_LEASE = 4
 TENANT_PART = 4
 """A tenant has at most one in this many of a gateway's places, so that others' responses do not have to wait for it."""
-STORE_RETRY_S = 0.25
-"""How often a Redis that is away is tried again."""
 PASS_ON_S = 0.05
 """How long events are collected before they are written together."""
 MAX_TRIES = 4
@@ -40,18 +32,12 @@ MAX_TRIES = 4
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class _Left(Exception):
-    """The response is no longer ours."""
-
 
 class _NoRoom(Exception):
     """Redis has no room for what is generated."""
 
 
-class Background:
+class Background(ClaimedWork["BackgroundRun"]):
     """The responses of one gateway, at most `num_places` at once; 0: it leaves them to other gateways.
 
     `app_of` makes the HTTP API as the owner of the API key with a digest sees it.
@@ -60,44 +46,25 @@ class Background:
     def __init__(
         self, store: AnswerStore, *, gateway_incarnation: str, app_of: Callable[[str], App], num_places: int
     ) -> None:
+        super().__init__(
+            kind="a response in the background",
+            max_runs=num_places,
+            max_runs_of_tenant=max(1, num_places // TENANT_PART),
+        )
         self.store = store
         self.app_of = app_of
         self._gateway_incarnation = gateway_incarnation
-        self._num_places = num_places
-        self._poll_s = POLL_S
-        self._runs: dict[str, BackgroundRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._has_news = asyncio.Event()
         self._readers: dict[str, set[asyncio.Event]] = {}
 
-    def start(self) -> None:
-        """Begins to look for responses, on the running loop."""
-        if self._num_places:
-            self._task = asyncio.create_task(self._follow(), name="background")
-
-    async def close(self) -> None:
-        """Gives all responses back, which other gateways continue."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-        for run in list(self._runs.values()):
-            run.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def poke(self, tenant: str, answer_id: str) -> None:
+    def poke(self, name: str) -> None:
         """Looks at a response that was made, cancelled or deleted."""
-        name = name_of_answer(tenant, answer_id)
-        self._has_news.set()
-        if name in self._runs:
-            self._runs[name].look()
+        super().poke(name)
         self.tell(name)
 
     @contextlib.contextmanager
-    def news_of(self, tenant: str, answer_id: str) -> Iterator[asyncio.Event]:
+    def news_of(self, name: str) -> Iterator[asyncio.Event]:
         """An event that is set whenever this gateway adds something to the response, or learns of its end."""
-        name, news = name_of_answer(tenant, answer_id), asyncio.Event()
+        news = asyncio.Event()
         readers = self._readers.setdefault(name, set())
         readers.add(news)
         try:
@@ -112,56 +79,31 @@ class Background:
         for news in self._readers.get(name, ()):
             news.set()
 
-    async def _follow(self) -> None:
-        while True:
-            self._has_news.clear()
-            try:
-                while len(self._runs) < self._num_places and await self._claim():
-                    pass
-            except StoreUnavailable:
-                pass
-            except Exception:  # root of the task: one response that cannot be read keeps no other waiting
-                logger.exception("a response in the background cannot be claimed")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s):
-                    await self._has_news.wait()
-
-    async def _claim(self) -> bool:
-        tenants = Counter(run.answer.tenant for run in self._runs.values())
-        most = max(1, self._num_places // TENANT_PART)
+    async def _claim(self, *, busy_tenants: list[str], full_tenants: list[str]) -> "BackgroundRun | None":
         # Without keys everybody is one tenant, which has all places.
-        full = [tenant for tenant, num_runs in tenants.items() if tenant and num_runs >= most]
-        answer = await self.store.claim(self._gateway_incarnation, busy_tenants=list(tenants), full_tenants=full)
-        if answer is None:
-            return False
-        if answer.name in self._runs:
-            # Our claim ended before we could renew it, and now it is ours anew: the run of before is out of date.
-            self._runs.pop(answer.name).stop()
-        run = self._runs[answer.name] = BackgroundRun(self, answer)
-        task = asyncio.create_task(run.run(), name=f"background {answer.id}")
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._forget, run))
-        return True
+        full_tenants = [tenant for tenant in full_tenants if tenant]
+        answer = await self.store.claim(self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants)
+        return None if answer is None else BackgroundRun(self, answer)
 
     def _forget(self, run: "BackgroundRun", task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self.tell(run.answer.name)
-        if self._runs.get(run.answer.name) is run:
-            del self._runs[run.answer.name]
-            self._has_news.set()
+        super()._forget(run, task)
+        self.tell(run.name)
 
 
-class BackgroundRun:
+class BackgroundRun(ClaimedRun):
     """One response while it is ours."""
 
     def __init__(self, background: Background, answer: ClaimedAnswer) -> None:
+        super().__init__(
+            name=answer.name,
+            tenant=answer.tenant,
+            kind="a response in the background",
+            identity={"response": answer.id, "epoch": answer.epoch},
+        )
         self.answer = answer
         self._background = background
         self._store = background.store
         self._began = msgspec.json.decode(answer.document)
-        self._looks = asyncio.Event()
-        self._work: asyncio.Task[None] | None = None
-        self._has_stopped = False
         self._is_lost = False
         self._splitter = EventSplitter()
         self._waiting: list[bytes] = []
@@ -170,35 +112,7 @@ class BackgroundRun:
         """The events that end the stream, which are written with the response."""
         self._has_events = asyncio.Event()
 
-    async def run(self) -> None:
-        """Works until the response is over, is another's, or is given back. Raises nothing."""
-        self._work = asyncio.current_task()
-        extra = {"response": self.answer.id, "epoch": self.answer.epoch}
-        keeping = asyncio.create_task(self._keep(), name=f"claim of {self.answer.id}")
-        try:
-            await self._generate()
-            logger.info("a response in the background is over", extra=extra)
-        except (_Left, asyncio.CancelledError):
-            logger.info("a response in the background was let go", extra=extra)
-            await self._give_back()
-        except Exception:  # the root of the task; it is not given back, so the number of tries grows
-            logger.exception("a response in the background cannot be worked on", extra=extra)
-        finally:
-            keeping.cancel()
-            await asyncio.wait((keeping,))
-
-    def stop(self) -> None:
-        """Ends the work at once."""
-        if self._work is not None and not self._has_stopped:
-            self._has_stopped = True  # a second cancellation would interrupt what the first one ends
-            self._work.cancel()
-
-    def look(self) -> None:
-        """Looks now whether the response is still to be generated."""
-        self._looks.set()
-
-    async def _generate(self) -> None:
-        """Raises _Left."""
+    async def _complete(self) -> None:
         answer = self.answer
         if answer.num_tries > MAX_TRIES:
             await self._fail("server_error", f"the gateways that generated it ended, {MAX_TRIES} times")
@@ -213,7 +127,7 @@ class BackgroundRun:
             return
         wait_s = retry_s(told)
         if told.status != 200 and wait_s is not None:
-            await self._surely(lambda: self._store.give_back(answer, wait_s=wait_s))
+            await until_answered(lambda: self._store.give_back(answer, wait_s=wait_s))
         elif told.status != 200:
             error = _error_in(told)
             await self._fail("server_error" if told.status >= 500 else "invalid_prompt", error)
@@ -223,7 +137,7 @@ class BackgroundRun:
             raise RuntimeError("a stream has ended without its last event")
 
     async def _asked(self) -> RowAnswer:
-        """Asks for the response and passes its events on. Raises _Left or _NoRoom."""
+        """Asks for the response and passes its events on. Raises Left or _NoRoom."""
         answer = self.answer
         request_id = answer.id.removeprefix(RESPONSE_PREFIX).encode()
         headers = [
@@ -263,7 +177,7 @@ class BackgroundRun:
                 self._has_events.set()
 
     async def _pass_on(self) -> None:
-        """Writes events as they come. Raises _Left or _NoRoom."""
+        """Writes events as they come. Raises Left or _NoRoom."""
         while True:
             await self._has_events.wait()
             await asyncio.sleep(PASS_ON_S)
@@ -276,10 +190,10 @@ class BackgroundRun:
             await self._write(events)
 
     async def _write(self, events: list[bytes], *, document: bytes = b"", beyond_room: bool = False) -> None:
-        """Writes events that follow, or the end, for as long as it takes. Raises _Left or _NoRoom."""
+        """Writes events that follow, or the end, for as long as it takes. Raises Left or _NoRoom."""
         if not self.answer.order.keeps_events:
             events = []
-        reply = await self._surely(
+        reply = await until_answered(
             lambda: self._store.write(self.answer, events, document=document, beyond_room=beyond_room)
         )
         self._background.tell(self.answer.name)
@@ -287,7 +201,7 @@ class BackgroundRun:
             raise _NoRoom
         if reply is not AnswerReply.DONE:
             self._is_lost = True
-            raise _Left
+            raise Left
 
     async def _fail(self, code: str, message: str) -> None:
         """Ends the response with a reason."""
@@ -297,28 +211,19 @@ class BackgroundRun:
     async def _keep(self) -> None:
         """Renews the claim, and ends the work where it cannot be renewed."""
         while True:
-            reply = await self._surely(lambda: self._store.renew(self.answer))
+            reply = await until_answered(lambda: self._store.renew(self.answer))
             if reply is not AnswerReply.DONE:
                 self._is_lost = True
                 self.stop()
                 return
-            self._looks.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._store.lease_s / RENEWALS_PER_LEASE):
-                    await self._looks.wait()
+            await self._until_next_look(self._store.lease_s)
+
+    async def _on_fault(self) -> None:
+        """Gives nothing back, so that the number of tries grows."""
 
     async def _give_back(self) -> None:
         if not self._is_lost:
-            with contextlib.suppress(StoreUnavailable):
-                await self._store.give_back(self.answer)
-
-    async def _surely(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats what may be repeated until Redis answers; `_keep` ends it where the response is lost."""
-        while True:
-            try:
-                return await call()
-            except StoreUnavailable:
-                await asyncio.sleep(STORE_RETRY_S)
+            await self._store.give_back(self.answer)
 
 
 class _ErrorBody(msgspec.Struct):

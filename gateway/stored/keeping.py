@@ -28,7 +28,7 @@ from gateway.stored.background import RESPONSE_PREFIX, Background
 from gateway.stored.documents import ENDS, EventSplitter, changed, input_items, response_of, with_members
 from gateway.wishes import PREFILL, TPOT, TTFT
 from services.cluster.answer_scripts import MAX_ACTIVE, AnswerReply
-from services.cluster.answers import MAX_ANSWER_BYTES, AnswerStore, BackgroundOrder, StoredAnswer
+from services.cluster.answers import MAX_ANSWER_BYTES, AnswerStore, BackgroundOrder, StoredAnswer, name_of_answer
 from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RateLimited, StoreUnavailable
 
 OVER = "over"
@@ -150,19 +150,19 @@ class ResponseKeeper:
     async def cancel(self, tenant: str, response_id: str, *, found: StoredAnswer) -> None:
         """Ends a response in the background; one that is over stays as it is."""
         await self.store.cancel(tenant, response_id, document=changed(found.document, status="cancelled"))
-        self._background.poke(tenant, response_id)
+        self._background.poke(name_of_answer(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Forgets a response, and ends it where it is generated in the background."""
         was_there = await self.store.delete(tenant, response_id)
-        self._background.poke(tenant, response_id)
+        self._background.poke(name_of_answer(tenant, response_id))
         return was_there
 
     async def follow(self, tenant: str, response_id: str, *, first: int) -> AsyncGenerator[bytes, None]:
         """Yields the events of a response in the background from number `first` on, until it is over or gone."""
         loop = asyncio.get_running_loop()
         silent_since_s = -math.inf  # the head of an answer waits for its first piece
-        with self._background.news_of(tenant, response_id) as news:
+        with self._background.news_of(name_of_answer(tenant, response_id)) as news:
             while True:
                 news.clear()
                 try:
@@ -228,7 +228,7 @@ class ResponseKeeper:
         self._check(reply)
         if reply is AnswerReply.HELD and (found := await self.find(key.tenant, response_id)) is not None:
             document = shown(found)
-        self._background.poke(key.tenant, response_id)
+        self._background.poke(name_of_answer(key.tenant, response_id))
         exchange.name(request_id)
         if not request.stream:
             await exchange.answer(200, document)

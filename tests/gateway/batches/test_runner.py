@@ -287,7 +287,7 @@ async def test_another_gateway_goes_on_when_the_owner_is_gone_and_the_owner_come
         cut = cut_off(owner)
         change(owner, batch, lease=0)
         # The successor claims it and asks anew for what was under way.
-        await first.until(lambda: successor.gateway.batches._runs.keys() == {batch.id})
+        await first.until(lambda: successor.gateway.batches.runs.keys() == {batch.id})
         script.gate.set()
         results = await answered_once(other, batch, num_rows)
         cut.heal()
@@ -308,8 +308,8 @@ def change(system, batch, **fields):
 
 async def parted(first, second):
     """The gateway that works on the batch, and the other one."""
-    await first.until(lambda: first.gateway.batches._runs or second.gateway.batches._runs)
-    return (first, second) if first.gateway.batches._runs else (second, first)
+    await first.until(lambda: first.gateway.batches.runs or second.gateway.batches.runs)
+    return (first, second) if first.gateway.batches.runs else (second, first)
 
 
 async def test_a_gateway_that_leaves_lets_go_at_once(make, script):
@@ -323,7 +323,7 @@ async def test_a_gateway_that_leaves_lets_go_at_once(make, script):
         leaving, stays = await parted(first, second)
         asks = other if leaving is first else client
         closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=0.2))
-        await stays.until(lambda: stays.gateway.batches._runs)
+        await stays.until(lambda: stays.gateway.batches.runs)
         await closing
         script.gate.set()
         await answered_once(asks, batch, 10)
@@ -352,7 +352,7 @@ async def test_nothing_is_begun_while_somebody_else_may_have_the_batch(make, scr
     async with client_of(system) as client:
         batch = await created(client, [row(number) for number in range(8)])
         await system.until(lambda: len(script.asked) == 7 and len(script.running) == 4)
-        (run,) = batches._runs.values()
+        (run,) = batches.runs.values()
         cut = cut_off(system, "claim", "renew")
         batches.store.lease_s = 0.2
         run.look()
@@ -375,7 +375,7 @@ async def test_redis_may_be_away_for_a_while(make, script):
         async with client_of(system) as client:
             batch = await created(client, [row(number) for number in range(30)])
             await system.until(lambda: len(script.asked) == 13)
-            (run,) = system.gateway.batches._runs.values()
+            (run,) = system.gateway.batches.runs.values()
             os.kill(server.pid, signal.SIGSTOP)
             try:
                 # Nobody can know whether the batch is still ours, so what runs continues and nothing more is begun.
@@ -390,8 +390,8 @@ async def test_redis_may_be_away_for_a_while(make, script):
 
 
 async def running(system):
-    await system.until(lambda: system.gateway.batches._runs)
-    return list(system.gateway.batches._runs.values())
+    await system.until(lambda: system.gateway.batches.runs)
+    return list(system.gateway.batches.runs.values())
 
 
 async def test_rows_that_are_not_answered_in_time_expire(make, script, monkeypatch):
@@ -457,11 +457,11 @@ async def test_a_small_batch_does_not_wait_for_a_large_one(make, script):
 
 
 async def test_a_batch_without_its_file_fails(make):
-    system = await make(batch_rows=0)
+    system = await make(batch_rows=1)
+    await system.gateway.batches.close()
     async with client_of(system) as client:
         batch = await created(client, [row(0)])
         await client.files.delete(batch.input_file_id)
-        system.gateway.batches.num_rows = 1
         system.gateway.batches.start()
         batch = await until_status(client, batch, *OVER)
     assert batch.status == "failed"
@@ -477,7 +477,7 @@ async def test_no_line_is_read_before_its_row_has_a_slot(make, script):
         lines = [row(number) for number in range(2, 6)]
         second = await created(client, lines)
         await until_status(client, second, "in_progress")
-        run = system.gateway.batches._runs[second.id]
+        run = system.gateway.batches.runs[second.id]
         await system.until(lambda: system.gateway.batches.slots._waiters)
         assert run._pending._num_in_file == 4
         script.gate.set()
@@ -509,7 +509,7 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
     async with client_of(system) as client:
         batch = await created(client, [row(0)])
         for num_faults in range(1, gateway.batches.runner.MAX_FAULTS):
-            await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches._runs)
+            await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches.runs)
             assert (await client.batches.retrieve(batch.id)).status == "in_progress"
             change(system, batch, lease=0)
         batch = await until_status(client, batch, *OVER)
@@ -519,12 +519,11 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
-    system = await make(batch_rows=0)
+    system = await make(batch_rows=1)
     batches = system.gateway.batches
+    await batches.close()
     async with client_of(system) as client:
         odd = await created(client, [row(0)])
         change(system, odd, status="of a later version")
-        batches.num_rows = 1
-        batches.slots = asyncio.Semaphore(1)
         batches.start()
         await answered_once(client, await created(client, [row(0)]), 1)

@@ -85,11 +85,11 @@ async def test_another_gateway_takes_it_over_and_continues_it(make, client_of, t
     await first.until(lambda: bool(first.workers["decode-0"].attempts))
     await first.flush_journals()
     # It dies: it renews nothing, and what it still writes is refused.
-    for run in first.gateway.stored.background._runs.values():
+    for run in first.gateway.stored.background.runs.values():
         run._store = _Dead()
     first.gateway.stored.background._task.cancel()
     second.gateway.stored.background.start()
-    await second.until(lambda: len(second.gateway.stored.background._runs) == 1)
+    await second.until(lambda: len(second.gateway.stored.background.runs) == 1)
     await talker.allow(100)
     over = await ended(client, response)
     assert (over.status, over.output_text) == ("completed", TEXT)
@@ -129,7 +129,7 @@ async def test_gateway_that_leaves_gives_it_back(make, client_of, talker):
     await first.gateway.stored.background.close()
     assert (await client.responses.retrieve(response.id)).status == "queued"
     second.gateway.stored.background.start()
-    await second.until(lambda: len(second.gateway.stored.background._runs) == 1)
+    await second.until(lambda: len(second.gateway.stored.background.runs) == 1)
     await talker.allow(100)
     assert (await ended(client, response)).output_text == TEXT
 
@@ -147,7 +147,7 @@ async def test_cancel_ends_it_at_once_and_for_good(make, client_of, talker):
     await first.until(lambda: bool(worker.cancelled))
     assert not any([event.type == "response.completed" async for event in stream])
     for system in (first, second):
-        await system.until(lambda system=system: not system.gateway.stored.background._runs)
+        await system.until(lambda system=system: not system.gateway.stored.background.runs)
     assert (await client.responses.cancel(response.id)).to_dict() == cancelled.to_dict()
     assert (await client.responses.retrieve(response.id)).status == "cancelled"
 
@@ -160,7 +160,7 @@ async def test_cancel_and_end_race_to_one_result(make, client_of):
         await asyncio.sleep(delay_s)
         said = await client.responses.cancel(response.id)
         assert said.status in ("cancelled", "completed")
-        await system.until(lambda: not system.gateway.stored.background._runs)
+        await system.until(lambda: not system.gateway.stored.background.runs)
         assert (await client.responses.retrieve(response.id)).to_dict() == said.to_dict()
 
 
@@ -172,7 +172,7 @@ async def test_delete_while_it_runs_ends_it(make, client_of, talker):
     await system.until(lambda: bool(system.workers["decode-0"].attempts))
     await client.responses.delete(response.id)
     await system.until(lambda: bool(system.workers["decode-0"].cancelled))
-    await system.until(lambda: not system.gateway.stored.background._runs)
+    await system.until(lambda: not system.gateway.stored.background.runs)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(response.id)
 
@@ -187,7 +187,7 @@ async def test_redis_that_forgets_everything_ends_it(make, client_of, talker):
     with redis.Redis.from_url(system.redis_url) as server:
         for prefix in (keys.answer_prefix, keys.prefix + "answers"):
             server.delete(*server.scan_iter(f"{prefix}*"))
-    await system.until(lambda: not system.gateway.stored.background._runs)
+    await system.until(lambda: not system.gateway.stored.background.runs)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(response.id)
 
@@ -200,7 +200,7 @@ async def test_redis_may_be_away_for_a_while(make, client_of, talker):
         client = await client_of(system)
         stream = await client.responses.create(model="tiny", input="hi", background=True, stream=True)
         seen = [event async for event in _until_delta(stream)]
-        (run,) = system.gateway.stored.background._runs.values()
+        (run,) = system.gateway.stored.background.runs.values()
         os.kill(server.pid, signal.SIGSTOP)
         try:
             await talker.allow(100)
@@ -282,6 +282,6 @@ async def test_a_retry_with_its_key_makes_no_second_one(make, client_of, talker)
     other = await system.http.post("/v1/responses", json={**body, "input": "ho"}, headers=headers)
     assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
     await talker.allow(100)
-    await system.until(lambda: not system.gateway.stored.background._runs)
+    await system.until(lambda: not system.gateway.stored.background.runs)
     assert json.loads((await system.http.get(f"/v1/responses/{first.json()['id']}")).text)["status"] == "completed"
     assert len(system.workers["decode-0"].attempts) == 1

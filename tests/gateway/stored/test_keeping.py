@@ -169,7 +169,7 @@ async def test_what_has_no_room_while_it_is_generated_fails(make, client_of, mon
     await system.until(lambda: bool(system.workers["decode-0"].attempts))
     monkeypatch.setattr(system.gateway.stored.answers, "room", AnswerRoom(2000, 10**6))
     await talker.allow(100)
-    await system.until(lambda: not system.gateway.stored.background._runs)
+    await system.until(lambda: not system.gateway.stored.background.runs)
     monkeypatch.setattr(system.gateway.stored.answers, "room", AnswerRoom())
     over = await client.responses.retrieve(response.id)
     assert over.status == "failed"
