@@ -11,7 +11,7 @@ walk through and their bytes are known.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -61,20 +61,23 @@ _TERMS_OF_WAY = {
 """The terms of a prompt that a prefill worker computes and of one that the decode worker does, and what each counts."""
 
 
+Terms = Mapping[str, float | int | str | None]
+"""The terms of a route's price, in seconds where the name ends so; None: a worker reports an impossible figure."""
+
+
 class AttemptStory(msgspec.Struct, omit_defaults=True):
     """One try of an answer. Microseconds, since the request came where they are moments.
 
     `began_us`: it was offered to workers; `placed_us`: they took it. `reason` is the router's word, or `move`.
-    `predicted_ttft_us` and `predicted_second_us` are the predicted times of the first two tokens since `began_us`,
-    and `predicted_exposed_us` what of the second one's is for pages on their way (0: they are computed where it is).
-    `price_us` is what the way was chosen by, `other_way_us` the cost of computing the prompt elsewhere, on the decode
-    worker or not, and `way_us` its own. `rival` is the decode worker that came second, for `rival_us` in all.
-    `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
-    `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens). `failure`: what
-    ended the attempt before the answer was complete. `uncorrected_us`: both predictions before earlier ones corrected
-    them (0: they were not). `predicted_queue_us` is the predicted wait for workers, `predicted_wait_us` that in the
-    worker that computes the prompt, which had `ahead_tokens` of other prompts to compute, and `predicted_itl_us` the
-    time of each token after the second. `parts_us` sum up to `price_us`.
+    `rival` is the decode worker that came second, for `rival_s` in all. `cached_tokens` were believed to be in a cache.
+    `waited_us` is the wait in the worker that computed the prompt, which had `ahead_tokens` of other prompts to
+    compute. `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens).
+    `failure`: what ended the attempt before the answer was complete.
+
+    What was predicted is kept in seconds, as the route has it: few stories are ever read. `terms` are its `inputs`,
+    `first_s` and `second_s` the times of the first two tokens since `began_us`, and `uncorrected_s` both before earlier
+    predictions corrected them (None: nothing was corrected). `queue_s` is the wait for workers, `itl_s` the time of
+    each token after the second. `has_other_way`: a prefill worker could have computed the prompt.
     """
 
     began_us: int
@@ -83,14 +86,11 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     prefill: str = ""
     reason: str = ""
     is_remote: bool = False
-    predicted_ttft_us: int = 0
     cached_tokens: int = 0
-    price_us: int | None = None
-    way_us: int | None = None
-    other_way_us: int | None = None
+    terms: Terms = {}
+    has_other_way: bool = False
     rival: str = ""
-    rival_us: int | None = None
-    parts_us: dict[str, int] = {}
+    rival_s: float | None = None
     waited_us: int = 0
     num_pages: int = 0
     num_bytes: int = 0
@@ -98,13 +98,74 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     transport: str = ""
     chunks: list[tuple[int, int, int]] = []
     failure: str = ""
-    predicted_second_us: int = 0
-    predicted_exposed_us: int = 0
-    uncorrected_us: tuple[int, int] = (0, 0)
-    predicted_queue_us: int = 0
-    predicted_wait_us: int = 0
-    predicted_itl_us: int = 0
+    first_s: float | None = 0.0
+    second_s: float | None = 0.0
+    uncorrected_s: tuple[float | None, float | None] | None = None
+    queue_s: float | None = None
+    itl_s: float | None = 0.0
     ahead_tokens: int = 0
+
+    @property
+    def predicted_ttft_us(self) -> int:
+        """The predicted time of the first token since `began_us`."""
+        return _us(self.first_s) or 0
+
+    @property
+    def predicted_second_us(self) -> int:
+        """The predicted time of the second token since `began_us`; 0: none was predicted."""
+        return _us(self.second_s) or 0
+
+    @property
+    def predicted_exposed_us(self) -> int:
+        """What of the second token's time is for pages on their way; 0: they are computed where it is."""
+        return (_us(self.terms.get("exposed_s")) or 0) if self.is_remote else 0
+
+    @property
+    def predicted_queue_us(self) -> int:
+        """The predicted wait for workers."""
+        return _us(self.queue_s) or 0
+
+    @property
+    def predicted_wait_us(self) -> int:
+        """The predicted wait in the worker that computes the prompt."""
+        return _us(self.terms.get("prefill_queue_s" if self.is_remote else "decode_queue_s")) or 0
+
+    @property
+    def predicted_itl_us(self) -> int:
+        """The predicted time of each token after the second."""
+        return _us(self.itl_s) or 0
+
+    @property
+    def price_us(self) -> int | None:
+        """What the way was chosen by."""
+        return _us(self.terms.get("price_s"))
+
+    @property
+    def way_us(self) -> int | None:
+        """The cost of computing the prompt where it was computed."""
+        return _us(self.terms.get("remote_cost_s" if self.is_remote else "local_cost_s"))
+
+    @property
+    def other_way_us(self) -> int | None:
+        """The cost of computing the prompt on the decode worker instead, or not on it; None: no other way existed."""
+        other = "local_cost_s" if self.is_remote else "remote_cost_s"
+        return _us(self.terms.get(other)) if self.has_other_way else None
+
+    @property
+    def rival_us(self) -> int | None:
+        """The price at `rival`."""
+        return _us(self.rival_s)
+
+    @property
+    def parts_us(self) -> dict[str, int]:
+        """The terms of the price of the way that was taken; they sum up to `price_us`."""
+        price_us = self.price_us
+        if price_us is None:
+            return {}
+        weights = _COMMON_TERMS | _TERMS_OF_WAY[self.is_remote]
+        terms = {name: float(self.terms.get(name) or 0.0) * weight for name, weight in weights.items()}
+        parts = {name: spent_us for name, term_s in terms.items() if (spent_us := _us(term_s))}
+        return {**parts, "prompt": price_us - sum(parts.values())}
 
     @property
     def way(self) -> tuple[str, str]:
@@ -130,40 +191,33 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         self, route: Route, rival: tuple[str, float] | None, *, prefill: str, began_us: int, placed_us: int
     ) -> None:
         """Notes the route by which workers took it. `rival`: the worker that came second, and its price in seconds."""
-        inputs = route.inputs
-        costs_s = inputs.get("remote_cost_s"), inputs.get("local_cost_s")
-        way_s, other_s = costs_s if route.is_remote else costs_s[::-1]
-        price_us, uncorrected_s = _us(inputs.get("price_s")), route.uncorrected_s
+        prefills, decode = route.prefills, route.decode
         attempt = AttemptStory(
             began_us,
             placed_us,
-            route.decode.worker_id,
+            decode.worker_id,
             prefill,
             route.reason,
             route.is_remote,
-            _us(route.predicted_ttft_s) or 0,
             route.num_cached_tokens,
-            price_us,
-            _us(way_s),
-            # Without a prefill worker there was no other way.
-            _us(other_s) if route.prefills else None,
-            *(("", None) if rival is None else (rival[0], _us(rival[1]))),
-            _parts(route),
-            predicted_second_us=_us(route.predicted_second_s) or 0,
-            predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
-            uncorrected_us=(_us(uncorrected_s[0]) or 0, _us(uncorrected_s[1]) or 0) if uncorrected_s else (0, 0),
-            predicted_wait_us=_us(inputs.get("prefill_queue_s" if route.is_remote else "decode_queue_s")) or 0,
-            predicted_itl_us=_us(route.predicted_itl_s) or 0,
-            ahead_tokens=next((one.waiting_tokens for one in route.prefills if one.worker_id == prefill), 0)
+            route.inputs,
+            bool(prefills),
+            first_s=route.predicted_ttft_s,
+            second_s=route.predicted_second_s,
+            uncorrected_s=route.uncorrected_s,
+            itl_s=route.predicted_itl_s,
+            ahead_tokens=next((one.waiting_tokens for one in prefills if one.worker_id == prefill), 0)
             if route.is_remote
-            else route.decode.waiting_tokens,
+            else decode.waiting_tokens,
         )
+        if rival is not None:
+            attempt.rival, attempt.rival_s = rival
         self._add(attempt)
 
     def note_wait(self, predicted_s: float | None) -> None:
         """Notes how long it was predicted to wait for the workers of its last attempt; None: it was not judged."""
         if self.attempts:
-            self.attempts[-1].predicted_queue_us = _us(predicted_s) or 0
+            self.attempts[-1].queue_s = predicted_s
 
     def note_move(self, decode: str, at_us: int) -> None:
         """Notes that it continues at another decode worker, with its pages."""
@@ -194,7 +248,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
     def predicted(self) -> AttemptStory | None:
         """Returns the only attempt, to compare its predictions with the first tokens; None: no such one exists."""
         first = self.attempts[0] if len(self.attempts) == 1 else None
-        return first if first is not None and first.predicted_second_us and not first.failure else None
+        return first if first is not None and first.second_s and not first.failure else None
 
     def note_failure(self, reason: str) -> None:
         """Notes that the last attempt has failed."""
@@ -372,17 +426,6 @@ def _has_outcome(row: Row, asked: str) -> bool:
 
 def _has_all(text: str, words: Sequence[str]) -> bool:
     return all(word in text for word in words)
-
-
-def _parts(route: Route) -> dict[str, int]:
-    """Returns the terms of the price of the way that was taken, in microseconds; they sum up to it."""
-    price_us = _us(route.inputs.get("price_s"))
-    if price_us is None:
-        return {}
-    weights = _COMMON_TERMS | _TERMS_OF_WAY[route.is_remote]
-    terms = {name: float(route.inputs.get(name, 0.0)) * weight for name, weight in weights.items()}
-    parts = {name: spent_us for name, term_s in terms.items() if (spent_us := _us(term_s))}
-    return {**parts, "prompt": price_us - sum(parts.values())}
 
 
 def _us(seconds: float | int | str | None) -> int | None:

@@ -78,7 +78,7 @@ class Requests:
         self._topology = topology
         self._metrics = metrics
         self._clock = clock
-        self._sinks = Sinks(metrics, self.log, placements, Promises(clock=clock), gateway_incarnation, clock)
+        self._sinks = Sinks(metrics, self.log, placements, Promises(), gateway_incarnation, clock)
         self._open: dict[RunningAnswer, AnswerObserver] = {}
         self._dispatcher = dispatcher = Dispatcher(
             topology,

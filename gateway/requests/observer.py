@@ -63,12 +63,13 @@ class AnswerObserver:
 
     __slots__ = (
         *("spans", "state", "trace", "_attempt", "_figures", "_num_placed_failures", "_seen_handoff", "_sinks"),
-        "_steady",
+        *("_placed_as", "_steady"),
     )
 
     def __init__(self, request: RunningAnswer, sinks: Sinks) -> None:
         spec = request.spec
         self.state = State.QUEUED
+        self._placed_as = placement_id(spec.request_id)
         self.spans: AnswerSpans | None = spec.span.answer(spec.choice, spec.model)
         self.trace: AnswerTrace = sinks.log.trace(
             spec.request_id,
@@ -232,7 +233,8 @@ class AnswerObserver:
     def _keep_promise(self, request: RunningAnswer, *, is_second: bool) -> None:
         """A token came whose time was predicted: the first, or the second."""
         spec, story = request.spec, self.trace.story
-        seen_us = round((self._sinks.clock.monotonic() - spec.arrived_s) * 1e6)
+        now_s = self._sinks.clock.monotonic()
+        seen_us = round((now_s - spec.arrived_s) * 1e6)
         if is_second:
             story.second_token_us = seen_us
             if self.spans is not None:
@@ -240,7 +242,7 @@ class AnswerObserver:
         attempt = story.predicted()
         if attempt is not None and not spec.emitted_token_ids:
             seen_s = (seen_us - attempt.began_us) / 1e6
-            self._sinks.promises.note(self._figures, attempt, seen_s, is_second=is_second)
+            self._sinks.promises.note(self._figures, attempt, seen_s, now_s=now_s, is_second=is_second)
 
     def _enter(self, request: RunningAnswer, attempt: Attempt, phase: Phase, *, num_new: int) -> None:
         """The answer goes from one phase to another, which came with `num_new` tokens; a handoff may be done."""
@@ -281,8 +283,7 @@ class AnswerObserver:
         if attempt is not None:
             prefill, decode = attempt.facts.prefill_worker, attempt.facts.decode_worker
         number, began_unix_ns = request.attempt_number or 1, spec.arrived_unix_ns
-        name = placement_id(spec.request_id)
-        placement = Placement(name, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
+        placement = Placement(self._placed_as, number, state, sinks.incarnation, prefill, decode, began_unix_ns)
         sinks.placements.post(placement)
 
 

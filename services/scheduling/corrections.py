@@ -31,37 +31,53 @@ class Corrections:
     def __init__(self) -> None:
         self._ratios: dict[Hashable, deque[tuple[float, float]]] = {}
         """By way: the logarithms of each prediction and of its ratio, the newest last."""
+        self._usual: dict[Hashable, tuple[float, float, float]] = {}
+        """By way: the factor of predictions between two lengths, while it is the last that was asked for."""
 
     def observe(self, way: Hashable, *, predicted_s: float, seen_s: float) -> None:
         """Notes that something predicted to take `predicted_s`, uncorrected, took `seen_s`.
 
-        Times that are not positive say nothing and are left out.
+        Times that are not positive, or not finite, say nothing and are left out.
         """
-        if predicted_s <= 0 or seen_s <= 0:
+        if not (0 < predicted_s < math.inf and seen_s > 0):
             return
         ratios = self._ratios.pop(way, None)
+        self._usual.pop(way, None)
         if ratios is None:
             ratios = deque(maxlen=MAX_KEPT)
             if len(self._ratios) >= MAX_WAYS:  # workers come and go
-                del self._ratios[next(iter(self._ratios))]
+                forgotten = next(iter(self._ratios))
+                del self._ratios[forgotten]
+                self._usual.pop(forgotten, None)
         self._ratios[way] = ratios  # the way that was heard of last is the last to be forgotten
         size = math.log(predicted_s)
         ratios.append((size, math.log(seen_s) - size))
 
     def factor(self, way: Hashable, predicted_s: float) -> float:
         """Returns what to multiply a prediction by; 1 where nothing is known."""
+        usual = self._usual.get(way)
+        if usual is not None and usual[0] < predicted_s < usual[1]:
+            return usual[2]
         ratios = self._ratios.get(way)
-        if ratios is None or predicted_s <= 0:
+        if ratios is None or not 0 < predicted_s < math.inf:
             return 1.0
         size = math.log(predicted_s)
         sizes, found = zip(*islice(reversed(ratios), NUM_COUNTED), strict=True)
-        if not size - _SIMILAR < min(sizes) <= max(sizes) < size + _SIMILAR:  # rare, and several times as slow
-            similar = (ratio for other, ratio in reversed(ratios) if -_SIMILAR < other - size < _SIMILAR)
-            found = tuple(islice(similar, NUM_COUNTED))
-        return math.exp(max(-_MOST, min(_MOST, _median([0.0, *found]))))
+        shortest, longest = max(sizes) - _SIMILAR, min(sizes) + _SIMILAR
+        if shortest < size < longest:
+            factor = _factor([0.0, *found])
+            self._usual[way] = math.exp(shortest), math.exp(longest), factor
+            return factor
+        # Rare, and several times as slow.
+        similar = (ratio for other, ratio in reversed(ratios) if -_SIMILAR < other - size < _SIMILAR)
+        return _factor([0.0, *islice(similar, NUM_COUNTED)])
 
 
 _SIMILAR, _MOST = math.log(SIMILAR), math.log(MOST)
+
+
+def _factor(ratios: list[float]) -> float:
+    return math.exp(max(-_MOST, min(_MOST, _median(ratios))))
 
 
 def _median(values: list[float]) -> float:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gateway.observability.history import PRICE_PARTS
 from tests.machines import bed
 from tests.machines.link import Conditions
 from tests.machines.network import Network, NotPermitted
@@ -117,7 +118,7 @@ async def ask(cluster: bed.Bed, num_tokens: int, chance: random.Random) -> Seen:
         attempt["prefill"],
         attempt["decode"],
         bool(attempt["prefill"]),
-        attempt["parts_us"].get("prefill_queue_s" if attempt["prefill"] else "decode_queue_s", 0) / 1e6,
+        attempt["parts_us"].get(PRICE_PARTS["prefill_queue_s" if attempt["prefill"] else "decode_queue_s"], 0) / 1e6,
         attempt["waited_us"] / 1e6,
         attempt["predicted_ttft_us"] / 1e6,
         attempt["actual_ttft_us"] / 1e6,

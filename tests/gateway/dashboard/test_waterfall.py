@@ -95,7 +95,7 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     assert said[0] == "a prefill worker was the cheaper way"
     assert said[2].startswith(f"the next best was {second.decode.worker_id}, for ")
     assert said[2].endswith(" more")
-    attempt.rival_us = attempt.price_us
+    attempt.rival_s = route.inputs["price_s"]
     assert reasons(attempt, 1000)[2] == f"the next best was {second.decode.worker_id}, for the same price"
     assert said[3] == "320 of 1000 tokens of the prompt were expected in its cache"
     spent = list(parts(attempt).values())
@@ -104,7 +104,7 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     assert sum(spent) == attempt.price_us
     computing_s = float(route.inputs["remote_ttft_s"]) - float(route.inputs["prefill_queue_s"])
     assert parts(attempt)["computing the prompt"] == pytest.approx(computing_s * 1e6, abs=20)
-    attempt.waited_us, attempt.predicted_wait_us = 120_000, 90_000
+    attempt.waited_us, attempt.terms = 120_000, {**attempt.terms, "prefill_queue_s": 0.09}
     waited = "the prompt waited 120 ms in p-0; 90 ms were expected"
     assert waited in reasons(attempt, 1000)
     attempt.ahead_tokens = 3000
@@ -136,10 +136,9 @@ def test_the_parts_of_a_price_sum_up_and_only_a_remote_prompt_has_a_transfer(is_
 
 def test_what_was_expected_of_each_phase_is_beside_it() -> None:
     attempt = AttemptStory(
-        20, 30, "d-0", "p-0", is_remote=True, waited_us=10, predicted_ttft_us=50, predicted_second_us=70
+        20, 30, "d-0", "p-0", is_remote=True, waited_us=10, first_s=50e-6, second_s=70e-6, queue_s=15e-6, itl_s=4e-6
     )
-    attempt.predicted_queue_us, attempt.predicted_wait_us, attempt.predicted_itl_us = 15, 8, 4
-    attempt.predicted_exposed_us = 12
+    attempt.terms = {"prefill_queue_s": 8e-6, "exposed_s": 12e-6}
     steps = [("queue", 0), ("prefill", 30), ("transfer", 90), ("decode", 100)]
     story = AnswerStory(steps, [attempt], tokens=6, ended_us=130)
     expected = {bar.phase: bar.predicted_us for bar in bars(story)}

@@ -8,27 +8,14 @@ import pytest
 
 from gateway.observability.history import AnswerStory, AttemptStory
 from gateway.observability.metrics import Metrics, RequestFigures
-from gateway.requests.promises import PAIR_S, WARNINGS_BURST, Promises, is_far
+from gateway.requests.promises import LEARN_S, PAIR_S, WARNINGS_BURST, Promises, is_far
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import WorkerView
 
 
-class HandClock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
-
-
-@pytest.fixture
-def promises(clock: HandClock) -> Promises:
-    return Promises(clock=clock)  # type: ignore[arg-type]
+def promises() -> Promises:
+    return Promises()
 
 
 FIGURES = Metrics().of("m", "normal")
@@ -41,10 +28,10 @@ def second(
     decode: str = "decode-0",
     predicted_s: float = 0.3,
     seen_s: float = 21.0,
+    now_s: float = 0.0,
 ) -> None:
-    attempt = AttemptStory(0, 0, decode, "prefill-0", is_remote=True, predicted_exposed_us=90_000)
-    attempt.predicted_second_us = round(predicted_s * 1e6)
-    promises.note(figures, attempt, seen_s, is_second=True)
+    attempt = AttemptStory(0, 0, decode, "prefill-0", is_remote=True, terms={"exposed_s": 0.09}, second_s=predicted_s)
+    promises.note(figures, attempt, seen_s, now_s=now_s, is_second=True)
 
 
 def test_a_stall_that_was_not_predicted_is_said_with_the_pair(
@@ -58,16 +45,15 @@ def test_a_stall_that_was_not_predicted_is_said_with_the_pair(
 
 
 def test_one_pair_is_named_now_and_then_and_all_of_them_not_without_end(
-    promises: Promises, clock: HandClock, caplog: pytest.LogCaptureFixture
+    promises: Promises, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         second(promises)
     assert len(caplog.records) == 1
-    clock.now_s = PAIR_S
-    second(promises)
+    second(promises, now_s=PAIR_S)
     assert len(caplog.records) == 2
     for number in range(100):
-        second(promises, decode=f"decode-{number}")
+        second(promises, decode=f"decode-{number}", now_s=PAIR_S)
     assert len(caplog.records) <= 2 + WARNINGS_BURST
 
 
@@ -75,8 +61,8 @@ def test_what_is_nearly_right_is_counted_only(promises: Promises, caplog: pytest
     metrics = Metrics()
     figures = metrics.of("m", "normal")
     second(promises, figures=figures, predicted_s=10.0, seen_s=12.5)
-    promises.note(figures, AttemptStory(0, 0, "decode-0", predicted_ttft_us=100_000), 0.05, is_second=False)
-    promises.note(figures, AttemptStory(0, 0, "decode-0"), 0.05, is_second=False)
+    promises.note(figures, AttemptStory(0, 0, "decode-0", first_s=0.1), 0.05, now_s=0.0, is_second=False)
+    promises.note(figures, AttemptStory(0, 0, "decode-0"), 0.05, now_s=0.0, is_second=False)
     assert not caplog.records
     page = metrics.render([]).decode()
     assert 'tandem_token_prediction_ratio_count{model="m",token="second"} 1' in page
@@ -106,12 +92,13 @@ def route(*, decode: str = "decode-0", is_remote: bool = True) -> Route:
 
 def teach(promises: Promises, taken: Route, *, first_s: float, second_s: float, times: int = 3) -> None:
     """Has predictions of this route turn out like this."""
-    for _ in range(times):
+    for number in range(times):
+        now_s = number * LEARN_S * 1.01
         story = AnswerStory([])
         promised = promises.corrected(taken, "prefill-0")
         story.note_route(promised, None, prefill="prefill-0", began_us=0, placed_us=0)
-        promises.note(FIGURES, story.attempts[0], first_s, is_second=False)
-        promises.note(FIGURES, story.attempts[0], second_s, is_second=True)
+        promises.note(FIGURES, story.attempts[0], first_s, now_s=now_s, is_second=False)
+        promises.note(FIGURES, story.attempts[0], second_s, now_s=now_s, is_second=True)
 
 
 def test_predictions_learn_from_how_earlier_ones_of_the_same_workers_turned_out(promises: Promises) -> None:
@@ -124,6 +111,27 @@ def test_predictions_learn_from_how_earlier_ones_of_the_same_workers_turned_out(
     for other, prefill in ((route(decode="decode-1"), "prefill-0"), (route(), "prefill-1")):
         assert promises.corrected(other, prefill).predicted_second_s == 0.2
     assert promises.corrected(route(is_remote=False), "prefill-0").predicted_second_s == 0.2, "nothing goes that way"
+
+
+def test_many_tokens_of_one_moment_count_as_one(promises: Promises) -> None:
+    teach(promises, route(), first_s=0.1, second_s=0.2, times=6)
+    story = AnswerStory([])
+    story.note_route(promises.corrected(route(), "prefill-0"), None, prefill="prefill-0", began_us=0, placed_us=0)
+    for _ in range(100):
+        promises.note(FIGURES, story.attempts[0], 0.9, now_s=1.0, is_second=False)
+    assert promises.corrected(route(), "prefill-0").predicted_ttft_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("impossible", [float("inf"), float("nan"), -1.0])
+def test_an_impossible_prediction_teaches_nothing(
+    promises: Promises, caplog: pytest.LogCaptureFixture, impossible: float
+) -> None:
+    attempt = AttemptStory(0, 0, "decode-0", first_s=impossible, second_s=impossible, uncorrected_s=(impossible, 1.0))
+    for number in range(9):
+        promises.note(FIGURES, attempt, 5.0, now_s=number, is_second=False)
+        promises.note(FIGURES, attempt, 5.0, now_s=number, is_second=True)
+    assert promises.corrected(route(is_remote=False), "").predicted_ttft_s == 0.1
+    assert not caplog.records
 
 
 def test_a_second_token_is_never_expected_before_the_first(promises: Promises) -> None:

@@ -83,3 +83,14 @@ def test_what_a_prediction_leaves_out_is_learnt_within_ten_requests():
         if number >= 10 and seen_s < 1.0:
             off.append(abs(seen_s - corrected_s) / max(seen_s, corrected_s))
     assert max(off) < 0.25
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.001, 100), st.floats(0.001, 100)), max_size=60))
+def test_a_factor_that_is_kept_is_what_is_worked_out(steps):
+    kept, told = Corrections(), []
+    for is_asked, predicted_s, seen_s in steps:
+        if is_asked:
+            assert kept.factor("way", predicted_s) == taught(*told).factor("way", predicted_s)
+        else:
+            told.append((predicted_s, seen_s))
+            kept.observe("way", predicted_s=predicted_s, seen_s=seen_s)
