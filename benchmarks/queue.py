@@ -31,6 +31,7 @@ from benchmarks.report import Ratio, add_arguments, leave
 from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane, WaitingPlace
 from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.overload import ClusterLoad, OverloadPolicy, Targets
+from services.scheduling.pools import Audience
 from services.scheduling.queue import STRATEGIES, RequestQueue
 
 NUM_PAIRS = 1000
@@ -186,10 +187,10 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
     num_together = round(GATHER_S * ARRIVALS_PER_S)
 
     def enter(admission: AdmissionQueue, entry: QueueEntry, *, has_room: bool) -> WaitingPlace:
-        return admission.enter(entry, lambda _: has_room, awaited=frozenset, lane=admission.lane(""))
+        return admission.enter(entry, lambda _: has_room, awaited=frozenset, lane=admission.lane(Audience()))
 
     async def play(admission: AdmissionQueue, new: list[QueueEntry]) -> float:
-        queue = admission.lane("").queue
+        queue = admission.lane(Audience()).queue
         began_s = time.thread_time()
         for first in range(0, len(new), num_together):
             places = []
@@ -207,7 +208,7 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
 
     async def run() -> float:
         queue = RequestQueue(max_waiting=2 * num_waiting + NUM_PAIRS)
-        admission = AdmissionQueue(lambda name: Lane(name, queue, policy=policy, targets=TARGETS))
+        admission = AdmissionQueue(lambda audience: Lane(queue, policy=policy, targets=TARGETS))
         # Nobody has a deadline: these times are those of the stream, and the queue's clock is the machine's.
         timeless = (replace(entry, deadline_s=math.inf) for entry in stream)
         for _ in range(num_waiting):

@@ -64,6 +64,7 @@ def table(cluster: Mapping[str, Any]) -> str:
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
+    lines += _pool_lines(cluster.get("pools", ()), workers)
     lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
     return "\n".join(lines) + "\n"
 
@@ -90,6 +91,15 @@ def _state(worker: Mapping[str, Any]) -> str:
     """The worker's state, and that of its circuit where it is not closed, in the words of `tandem top`."""
     state, circuit = worker.get("state", "-"), worker.get("circuit")
     return f"{state}, circuit {circuit['state']}" if circuit else str(state)
+
+
+def _pool_lines(pools: Sequence[Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each pool that the gateway or a worker names: its rule, and its workers."""
+    rules = {str(pool.get("name", "-")): str(pool.get("rule", "-")) for pool in pools}
+    labels = [str(worker.get("pool", "")) for worker in workers]
+    rules |= {label: "without requests of its own" for label in sorted(set(labels)) if label and label not in rules}
+    ids = {name: [str(worker.get("id", "-")) for worker in workers if worker.get("pool") == name] for name in rules}
+    return [f"pool      {name}, {rule}: {', '.join(ids[name]) or 'no workers'}" for name, rule in rules.items()]
 
 
 def _gpu_line(worker: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,10 +35,10 @@ from gateway.named.requests import Journals
 from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
-from gateway.operator_choices import expected, health_limits, policies, targets
+from gateway.operator_choices import expected, health_limits, lane_maker, lane_order, policies, pools, targets
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.lifecycle import Requests
-from gateway.requests.queue import AdmissionQueue, Lane
+from gateway.requests.queue import AdmissionQueue
 from gateway.stored.service import StoredResponses
 from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
@@ -65,8 +64,6 @@ from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
 from services.runtime.intake import Intake
 from services.runtime.places import Places
-from services.scheduling.lanes import LaneOrder
-from services.scheduling.queue import RequestQueue
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
@@ -173,14 +170,15 @@ class Gateway:
             ),
             allows_inexact=config.allow_inexact,
             presence=Presence(expected(config)),
+            pools=pools(config),
         )
 
     def _make_requests(self, catalog: ModelCatalog) -> Requests:
-        config = self._config
+        config, weights = self._config, self.door.tenant_weights
         for model in catalog:
             self._queues[model.name] = AdmissionQueue(
-                functools.partial(self._make_lane, model.name),
-                order=self._lane_order(),
+                lane_maker(config, self.topology, model=model.name, tenant_weights=weights),
+                order=lane_order(config, weights),
             )
         return Requests(
             catalog=catalog,
@@ -344,26 +342,6 @@ class Gateway:
         catalog = self.requests.catalog
         self.door.check_model(self.door.key_with(key_digest), catalog.name_of(name), asked=name)
         catalog.resolve(name)
-
-    def _lane_order(self) -> LaneOrder:
-        config, weights = self._config, self.door.tenant_weights
-        return LaneOrder(config.queue_strategy, ageing_s=config.priority_ageing_s, tenant_weights=weights)
-
-    def _make_lane(self, model: str, name: str) -> Lane:
-        config = self._config
-        waiting = RequestQueue(
-            strategy=config.queue_strategy,
-            ageing_s=config.priority_ageing_s,
-            max_waiting=config.max_queued_requests,
-            tenant_weights=self.door.tenant_weights,
-        )
-        return Lane(
-            name,
-            waiting,
-            targets=targets(config),
-            free_share=lambda: self.topology.free_share(model, name),
-            num_computing=lambda: self.topology.num_ready("prefill", model) or self.topology.num_ready("decode", model),
-        )
 
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""

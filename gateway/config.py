@@ -95,6 +95,12 @@ class GatewayConfig:
         help="Where this gateway runs: workers of the same region are preferred.",
     )
     routing: str = option(choice(*POLICY_NAMES), default=POLICY_NAMES[0], help="How workers are chosen.")
+    pools: Path | None = option(
+        path(),
+        default=None,
+        help="TOML file of pools of workers (their --pool), with the classes and lengths of prompts that go there. Not "
+        "given: labels say nothing.",
+    )
     local_prefill_tokens: int | None = option(
         integer(0),
         default=None,

@@ -1,13 +1,21 @@
 """What an operator's settings mean to the parts of a gateway: its policies, its targets, the limits of its health."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 from gateway.config import GatewayConfig
 from gateway.edge.health import HealthLimits
 from gateway.requests.policies import Policies, RoomLimits
+from gateway.requests.queue import Lane
 from gateway.topology.expected import ExpectedFile
+from gateway.topology.members import Topology
+from services.runtime import toml_file
+from services.runtime.errors import ConfigError
 from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import Targets
+from services.scheduling.pools import MAX_FILE_BYTES, Audience, Pools, PoolsFile
+from services.scheduling.queue import RequestQueue
 from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.router import Router
 
@@ -15,6 +23,17 @@ from services.scheduling.routing.router import Router
 def targets(config: GatewayConfig) -> Targets:
     """Returns the times that requests are to keep."""
     return Targets(config.ttft_target_s or None, config.itl_target_s or None)
+
+
+def pools(config: GatewayConfig) -> Pools:
+    """Returns the pools of workers. Raises ConfigError that names file, key and rule."""
+    if config.pools is None:
+        return Pools()
+    text = toml_file.read_text(config.pools, "the pools file", max_bytes=MAX_FILE_BYTES)
+    try:
+        return Pools(toml_file.parse(text, PoolsFile).pool)
+    except ConfigError as error:
+        raise ConfigError(f"{config.pools}: {error.message}") from error
 
 
 def expected(config: GatewayConfig) -> Callable[[], Mapping[str, int]]:
@@ -35,6 +54,34 @@ def policies(config: GatewayConfig) -> Policies:
         failover_wait_s=config.failover_wait_s,
         max_queue_wait_s=config.max_queue_wait_s,
     )
+
+
+def lane_order(config: GatewayConfig, tenant_weights: Mapping[str, float]) -> LaneOrder:
+    """Returns the order among the lanes of one model's queue; the weights are read live."""
+    return LaneOrder(config.queue_strategy, ageing_s=config.priority_ageing_s, tenant_weights=tenant_weights)
+
+
+def lane_maker(
+    config: GatewayConfig, topology: Topology, *, model: str, tenant_weights: Mapping[str, float]
+) -> Callable[[Audience], Lane]:
+    """Returns what makes the lanes of one model's queue; the weights are read live."""
+
+    def make(audience: Audience) -> Lane:
+        waiting = RequestQueue(
+            strategy=config.queue_strategy,
+            ageing_s=config.priority_ageing_s,
+            max_waiting=config.max_queued_requests,
+            tenant_weights=tenant_weights,
+        )
+        ids = functools.partial(topology.open_ids, model=model, audience=audience)
+        return Lane(
+            waiting,
+            targets=targets(config),
+            free_share=lambda: topology.free_share(model, audience),
+            num_computing=lambda: len(ids("prefill") or ids("decode")),
+        )
+
+    return make
 
 
 def health_limits(config: GatewayConfig) -> HealthLimits:

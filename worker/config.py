@@ -35,6 +35,7 @@ from services.runtime.tls import TlsFiles, tls_files
 from services.runtime.transports import TRANSPORTS
 from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
+from services.scheduling.pools import POOL_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,11 @@ class WorkerConfig:
         text(pattern=r"[A-Za-z0-9_.:,-]{0,1024}", rule="names separated by commas"),
         default="",
         help="Tenants that this worker is reserved for, separated by commas. Not given: it works for everybody.",
+    )
+    pool: str = option(
+        text(pattern=f"({POOL_NAME})?", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
+        default="",
+        help="Label of the pool that this worker belongs to. What goes there is said by --pools of the gateway.",
     )
     tls_cert: Path | None = option(
         path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."
@@ -226,6 +232,7 @@ class WorkerConfig:
             "max_sequence_tokens": 0,
             "region": self.region,
             "tenants": tuple(sorted({name for name in self.tenants.split(",") if name})),
+            "pool": self.pool,
         }
 
     @property

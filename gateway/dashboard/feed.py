@@ -173,6 +173,7 @@ class Feed:
             "id": record.id,
             "role": record.role,
             "model": record.model,
+            "pool": record.pool,
             "host": record.host,
             "address": record.address,
             "engine": identity_fields(record.identity).get("engine", ""),

@@ -133,6 +133,7 @@ class ClusterPage:
             "version": version(),
             "requests": {"queued": requests.num_queued, "running": requests.num_running},
             "prefill": requests.prefill_choice,
+            "pools": list(topology.pools),
             "redis": {
                 "available": store.is_available,
                 "round_trip_s": round(store.round_trip.mean_s, 6),
@@ -248,6 +249,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "incarnation": record.incarnation,
         "state": member.state,
         "model": record.model,
+        "pool": record.pool,
         "exact": member.is_exact,
         "arithmetic": member.arithmetic,
         "identity": identity_fields(record.identity),

@@ -12,6 +12,7 @@ from gateway.openai.answers import Exact
 from gateway.topology.troubles import Kind
 from services.cluster.placements import State
 from services.runtime.worker_state import WorkerState
+from services.scheduling.pools import Pool
 
 
 class ErrorDetail(Exact):
@@ -316,6 +317,7 @@ class Worker(Exact):
     incarnation: str
     state: WorkerState
     model: str
+    pool: str
     exact: bool
     arithmetic: str
     identity: dict[str, str]
@@ -410,3 +412,4 @@ class ClusterState(Exact):
     cut_pairs: list[CutPair]
     requests: RequestCounts
     prefill: str
+    pools: list[Pool]

@@ -24,6 +24,7 @@ from services.runtime.errors import InternalError, LayoutMismatch, TransferFaile
 from services.scheduling.breakers import Breakers
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.entry import ServiceClass
+from services.scheduling.pools import Audience
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import Fits, RouteRequest, Views, WorkerView
@@ -126,7 +127,13 @@ class Dispatcher:
         by class, so a worker that is too busy for the request is too busy for those behind it as well.
         """
         spec = request.spec
-        return self._topology.decode_ids(spec.model, tenant=spec.facts.tenant, bound_to=request.bound_to)
+        return self._topology.open_ids("decode", spec.model, self.audience(spec)._replace(bound_to=request.bound_to))
+
+    def audience(self, spec: AnswerSpec) -> Audience:
+        """Returns the requests that may use the same workers as this answer before it is bound to any."""
+        pool = self._topology.pools.of(spec.facts.service_class, len(spec.prompt_token_ids))
+        assert pool is not None, "the length of the prompt is known"
+        return Audience(spec.facts.tenant, pool)
 
     def book(self, request: RunningAnswer, route: Route) -> None:
         """Keeps the places of a route, if it does not yet, and of no other one. Raises WorkerUnavailable."""
@@ -156,10 +163,13 @@ class Dispatcher:
         decodes = self._usable(decodes, usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
-        if request.bound_to:
+        audience = self.audience(spec)
+        if request.bound_to or topology.pools:
             decodes = decodes.only(self.allowed(request))
         prefills = workers.prefill.views(usual, usual.prefill, prompt, now_s)
         prefills = self._usable(prefills, usual.prefill, usual.decode)
+        if topology.pools:
+            prefills = prefills.only(topology.open_ids("prefill", spec.model, audience))
         wanted = RouteRequest(
             num_prompt_tokens=num_known,
             max_new_tokens=max(1, request.max_num_tokens - num_known),
@@ -169,6 +179,7 @@ class Dispatcher:
             cached_tokens=self._cached_tokens(request),
             kv_bytes_per_token=workers.prefill.kv_bytes_per_token,
             prefill=spec.wishes.prefill or self._prefill_choice(),
+            pool=audience.pool if topology.pools else None,
         )
         fits = self._fits(spec.model)
         routes = self._router.route(wanted, prefills, decodes, fits=fits, now_s=self._clock.monotonic())

@@ -207,7 +207,7 @@ class Requests:
 
         `fast_path` may take deltas. Raises Overloaded, WorkerUnavailable, DeadlineExceeded or the last attempt's error.
         """
-        lane = self._placing.lane(spec.model, spec.facts.tenant)
+        lane = self._placing.lane_of(spec)
         entry = self._placing.entry(spec, lane)
         request = RunningAnswer(spec, self.new_text(spec), self._clock, queue_entry=entry, lane=lane)
         observer = AnswerObserver(request, self._sinks)

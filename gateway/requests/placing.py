@@ -23,6 +23,7 @@ from services.cluster.registry import LEASE_TTL_S
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
+from services.scheduling.pools import Audience
 from services.scheduling.routing.route import Route
 
 NO_WORKER_RETRY_S = 2.0
@@ -72,9 +73,12 @@ class Placing:
         for queue in self._queues.values():
             queue.close(error)
 
-    def lane(self, model: str, tenant: str, bound_to: str = "") -> Lane:
-        """Returns the lane of a tenant's requests, or of answers that only this `identity_key` may continue."""
-        lane = self._queues[model].lane(self._topology.lane_of(model, tenant, bound_to))
+    def lane_of(self, spec: AnswerSpec, bound_to: str = "") -> Lane:
+        """Returns the lane of an answer, or of answers like it that only this `identity_key` may continue."""
+        return self._lane(spec.model, self._dispatcher.audience(spec)._replace(bound_to=bound_to))
+
+    def _lane(self, model: str, audience: Audience) -> Lane:
+        lane = self._queues[model].lane(self._topology.lane_of(model, audience))
         self._lanes[model].add(lane)
         return lane
 
@@ -99,14 +103,16 @@ class Placing:
 
     def check_room(self, call: Call, model: ServedModel, deadline: Deadline) -> None:
         """Refuses by the queue alone what would only be refused later. Raises Overloaded."""
-        lane = self.lane(model.name, call.tenant)
-        if not len(lane.queue):
+        service_class = call.service_class or DEFAULT_SERVICE_CLASS
+        pool = self._topology.pools.of(service_class, None)
+        lane = None if pool is None else self._lane(model.name, Audience(call.tenant, pool))
+        if lane is None or not len(lane.queue):
             return
         num_chars = sum(len(prompt) for prompt in call.prompts)
         num_chars += sum(len(str(message.get("content", ""))) for message in call.messages or ())
         entry = QueueEntry(
             key=None,
-            service_class=ServiceClass.from_name(call.service_class or DEFAULT_SERVICE_CLASS),
+            service_class=ServiceClass.from_name(service_class),
             tenant=call.tenant,
             cost_tokens=num_chars // CHARS_PER_TOKEN,
             arrived_s=self._clock.monotonic(),
@@ -121,11 +127,11 @@ class Placing:
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
         model, lane, queue_entry = request.spec.model, request.lane, request.queue_entry
-        if self._is_served(model):
+        if self._is_served(request.spec):
             return
 
         def is_decided() -> bool:
-            return self._is_served(model) or not self._topology.is_away("decode", model)
+            return self._is_served(request.spec) or not self._topology.is_away("decode", model)
 
         if not is_decided():
             if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
@@ -137,8 +143,10 @@ class Placing:
                     await request.mailbox.rest(patience.remaining_s(), until=is_decided)
             finally:
                 self._before_queue[lane] -= 1
-        if not self._is_served(model):
-            raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
+        if not self._is_served(request.spec):
+            pool = self._dispatcher.audience(request.spec).pool
+            where = f" for the pool {pool}" if pool else ""
+            raise WorkerUnavailable(f"no decode worker is ready{where}", retry_after_s=NO_WORKER_RETRY_S)
 
     async def place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
         """Returns the attempt that workers took, at once or after waiting in the queue.
@@ -174,8 +182,10 @@ class Placing:
             what = "no worker had room in time"
         raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
-    def _is_served(self, model: str) -> bool:
-        return self._topology.num_ready("decode", model) > 0
+    def _is_served(self, spec: AnswerSpec) -> bool:
+        if not self._topology.pools:
+            return self._topology.num_ready("decode", spec.model) > 0
+        return bool(self._topology.open_ids("decode", spec.model, self._dispatcher.audience(spec)))
 
     async def _wait_in_queue(
         self, request: RunningAnswer, observer: AnswerObserver, patience: Deadline, *, was_refused: bool
@@ -211,8 +221,7 @@ class Placing:
 
     def _lane_of(self, request: RunningAnswer) -> Lane:
         """Returns the lane in which it waits. An answer bound to certain workers holds up only others like it."""
-        spec, bound_to = request.spec, request.bound_to
-        return self.lane(spec.model, spec.facts.tenant, bound_to) if bound_to else request.lane
+        return self.lane_of(request.spec, request.bound_to) if request.bound_to else request.lane
 
     def _is_stranded(self, request: RunningAnswer) -> bool:
         """Returns whether it has tokens that no worker in rotation can continue with the same weights and arithmetic.

@@ -6,15 +6,16 @@ queue, so the next one can be let go in the same moment; should no worker take i
 it had. From then on there is less room than it seems, so it keeps its place while it asks again, and nobody behind it
 goes before it has its answer.
 
-Workers may be kept for some tenants (`--tenants`), so a first request that has no room says nothing about those behind
-it that may use other workers. Requests that may use the same workers therefore wait in a lane of their own: one for
-each tenant that some worker is kept for, and one for all the others, whose workers are the same; answers that only
-workers with certain weights may continue have lanes of their own too. Each lane has its own bound and its own judgement
-of overload, by what it was seen to drain; a request that a full cluster refuses hears so within milliseconds, with the
-reason and a time to come back. The lanes are looked at as one queue, in the order of `services.scheduling.lanes`; a
-request without room holds up its lane, and keeps the workers that it waits for from everybody who comes after it in
-that order. So nobody is delayed by a request whose workers it may not use, and among those who compete for a worker
-nobody goes before a higher class. Without such workers and answers there is one lane, and all this is one queue.
+Workers may be kept for some tenants (`--tenants`) or pools (`--pools`), so a first request that has no room says
+nothing about those behind it that may use other workers. Requests that may use the same workers therefore wait in a
+lane of their own: one for each tenant that some worker is kept for, one for each pool, and one for all the others,
+whose workers are the same; answers that only workers with certain weights may continue have lanes of their own too.
+Each lane has its own bound and its own judgement of overload, by what it was seen to drain; a request that a full
+cluster refuses hears so within milliseconds, with the reason and a time to come back. The lanes are looked at as one
+queue, in the order of `services.scheduling.lanes`; a request without room holds up its lane, and keeps the workers that
+it waits for from everybody who comes after it in that order. So nobody is delayed by a request whose workers it may not
+use, and among those who compete for a worker nobody goes before a higher class. Without such workers and answers there
+is one lane, and all this is one queue.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from services.runtime.errors import DeadlineExceeded, DeadlineTooShort, Overload
 from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneKey, LaneOrder
 from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
+from services.scheduling.pools import Audience
 from services.scheduling.queue import QueueFull, RequestQueue
 from services.scheduling.routing.route import Route
 
@@ -53,7 +55,6 @@ class Lane:
 
     def __init__(
         self,
-        name: str,
         queue: RequestQueue,
         *,
         policy: OverloadPolicy | None = None,
@@ -61,7 +62,6 @@ class Lane:
         free_share: Callable[[], float] = lambda: 1.0,
         num_computing: Callable[[], int] = lambda: 1,
     ) -> None:
-        self.name = name
         self.queue = queue
         self._policy = policy or OverloadPolicy()
         self._targets = targets
@@ -147,16 +147,16 @@ def _prefill_queue_s(route: Route) -> float:
 class AdmissionQueue:
     """Those who wait for one model's workers. Belongs to one event loop.
 
-    `make_lane` makes the lane of a name; `order` is that between lanes.
+    `make_lane` makes the lane of an audience; `order` is that between lanes.
     """
 
     def __init__(
-        self, make_lane: Callable[[str], Lane], *, order: LaneOrder | None = None, clock: Clock = SYSTEM_CLOCK
+        self, make_lane: Callable[[Audience], Lane], *, order: LaneOrder | None = None, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._make_lane = make_lane
         self._order = order or LaneOrder()
         self._clock = clock
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[Audience, Lane] = {}
         self._places: dict[Hashable, WaitingPlace] = {}
         self._asking: dict[Lane, WaitingPlace] = {}
         """The places that ask again, and hold up the others of their lanes."""
@@ -169,11 +169,11 @@ class AdmissionQueue:
         """Returns the number of requests in the queue."""
         return sum(len(lane.queue) for lane in self._lanes.values())
 
-    def lane(self, name: str) -> Lane:
-        """Returns the lane with this name."""
-        lane = self._lanes.get(name)
+    def lane(self, audience: Audience) -> Lane:
+        """Returns the lane of these requests."""
+        lane = self._lanes.get(audience)
         if lane is None:
-            lane = self._lanes[name] = self._make_lane(name)
+            lane = self._lanes[audience] = self._make_lane(audience)
         return lane
 
     def is_behind_others(self, entry: QueueEntry) -> bool:

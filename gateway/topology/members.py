@@ -25,6 +25,7 @@ from services.runtime.gpu_facts import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
+from services.scheduling.pools import NO_POOLS, Audience, Pools
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,14 @@ class Topology:
         judge: Callable[[WorkerRecord], str] = lambda record: "",
         allows_inexact: bool = False,
         presence: Presence | None = None,
+        pools: Pools = NO_POOLS,
     ) -> None:
         """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may continue
         wherever its weights are, whatever arithmetic is used, and no worker counts as exact. `presence` is told of
         workers that leave.
         """
         self.presence = presence or Presence()
+        self.pools = pools
         self._gateway_incarnation = gateway_incarnation
         self._on_change = on_change
         self._judge = judge
@@ -169,15 +172,15 @@ class Topology:
             workers.fitting[decode] = fitting
         return fitting
 
-    def decode_ids(self, model: str, *, tenant: str, bound_to: str = "") -> set[str]:
-        """Returns the decode workers of a model in rotation that work for a tenant.
+    def open_ids(self, role_name: Role, model: str, audience: Audience) -> set[str]:
+        """Returns the workers of a role and a model in rotation that work for an audience.
 
-        With `bound_to`, an `identity_key`, only those where an answer that began with it may continue.
+        Where it is bound to an `identity_key`, they are those where an answer that began with it may continue.
         """
-        records = [member.record for member in self.workers(model).decode.members]
-        if bound_to:
+        records = [member.record for member in self._in_rotation(role_name, model).members]
+        if bound_to := audience.bound_to:
             records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
-        return {record.id for record in records if not record.tenants or tenant in record.tenants}
+        return {record.id for record in records if self._works_for(record, audience)}
 
     def rotation_ids(self, role_name: Role, model: str) -> list[str]:
         """Returns all workers of a role and a model in rotation, whatever tenants they work for."""
@@ -196,13 +199,13 @@ class Topology:
         """Whether an answer that began with one identity may continue with another, or be handed over to it."""
         return began == here or (self._allows_inexact and has_weights_of(began, here))
 
-    def free_share(self, model: str, tenant: str) -> float:
-        """Returns the largest share of its pages that a decode worker has free for a tenant; 1 without any worker."""
+    def free_share(self, model: str, audience: Audience) -> float:
+        """Returns the largest share of its pages that a decode worker has free for these; 1 without any worker."""
         members = self.workers(model).decode.members
         shares = (
             member.pages_available / max(1, member.load.pages_total)
             for member in members
-            if not member.record.tenants or tenant in member.record.tenants
+            if self._works_for(member.record, audience)
         )
         return max(shares, default=1.0)
 
@@ -265,20 +268,24 @@ class Topology:
         """Returns the longest sequence that a decode worker of a model in rotation can hold; None without one."""
         return self.workers(model).decode.max_sequence_tokens
 
-    def lane_of(self, model: str, tenant: str, bound_to: str = "") -> str:
-        """Returns a name shared by requests that may use the same workers: empty, or the tenant's if it has its own.
+    def lane_of(self, model: str, audience: Audience) -> Audience:
+        """Returns the audience as far as it matters: with a tenant only if some worker is kept for it.
 
-        With `bound_to`, the name is another one while some decode worker in rotation may not continue an answer with
-        that identity.
+        It is bound only while some decode worker in rotation may not continue an answer with that identity.
         """
         named = self._named_tenants.get(model)
         if named is None:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
-        lane = tenant if tenant in named else ""
-        if bound_to and not all(self._may_go_on(bound_to, other) for other in self.workers(model).decode.identities):
-            lane = f"{lane} {bound_to}"
-        return lane
+        tenant, pool, bound_to = audience
+        is_free = not bound_to or all(
+            self._may_go_on(bound_to, other) for other in self.workers(model).decode.identities
+        )
+        return Audience(tenant if tenant in named else "", pool, "" if is_free else bound_to)
+
+    def _works_for(self, record: WorkerRecord, audience: Audience) -> bool:
+        is_open = not record.tenants or audience.tenant in record.tenants
+        return is_open and self.pools.may_use(audience.pool, record.pool)
 
     def kv_bytes_per_token(self, model: str) -> int:
         """Returns the bytes of a token's KV on its way to another worker; 0: not known yet."""

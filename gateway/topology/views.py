@@ -161,6 +161,7 @@ def _new_view(
         context_tokens=load.context_tokens,
         region=record.region,
         tenants=frozenset(record.tenants),
+        pool=record.pool,
         page_size=record.page_size,
         prefill_speed=_own(load.prefill_speed, prefill, _prefill_s) if is_fresh else prefill,
         decode_speed=_own(load.decode_speed, usual.decode, _step_s) if is_fresh else usual.decode,

@@ -96,6 +96,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
     """Tenants that it works for. Empty: all."""
+    pool: ShortText = ""
+    """Label of the pool of workers that it belongs to. Empty: of the one without a name."""
     channels: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_CHANNELS)] = {}
     """The channel on which it sends pages to each worker, by that one's id."""
     pages_total: Count = 0

@@ -77,6 +77,18 @@ def test_what_is_gone_and_what_is_wrong_stand_below_the_workers(api: Any, capsys
     assert not [line for line in lines if "is left out:" in line]
 
 
+def test_pools_are_told_with_their_workers(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [WORKER | {"id": f"decode-{number}", "pool": pool} for number, pool in enumerate(("", "slow", "x"))]
+    pools = [{"name": "slow", "rule": "strict"}, {"name": "long", "rule": "preferred"}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers, "pools": pools})
+    assert main(["status", "--url", api.url]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("pool")] == [
+        "pool      slow, strict: decode-1",
+        "pool      long, preferred: no workers",
+        "pool      x, without requests of its own: decode-2",
+    ]
+
+
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster"] = (200, CLUSTER)
     assert main(["status", "--url", api.url, "--json"]) == 0

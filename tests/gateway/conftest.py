@@ -197,6 +197,7 @@ class ScriptedWorker:
     """Identity of the worker; None: one that follows from `fingerprint` and `arithmetic`."""
     facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
+    pool: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, redis_url: str, cluster: str) -> None:
@@ -236,6 +237,7 @@ class ScriptedWorker:
             else self.identity,
             facts=self.facts,
             tenants=self.tenants,
+            pool=self.pool,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,
             pages_total=100,

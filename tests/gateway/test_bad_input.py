@@ -281,7 +281,7 @@ def check_request(catalog):
     requests = Requests(
         catalog=catalog,
         topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
-        queues={"tiny": AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=1)))},
+        queues={"tiny": AdmissionQueue(lambda audience: Lane(RequestQueue(max_waiting=1)))},
         policies=Policies(router=Router("least_loaded")),
         placements=None,
         metrics=Metrics(),

@@ -16,6 +16,7 @@ from services.cluster.redis_store import Store
 from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import Overloaded, StoreUnavailable
+from services.scheduling.pools import Audience
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -336,7 +337,7 @@ async def test_another_gateway_goes_on_with_the_weights_that_began_the_answer(
     await flushed(first)
     new = new or await with_new_weights()
     await old.die()
-    await second.until(lambda: second.gateway.topology.decode_ids("tiny", tenant="") == {"decode-1"})
+    await second.until(lambda: second.gateway.topology.open_ids("decode", "tiny", Audience()) == {"decode-1"})
     reading = asyncio.create_task(read(second, events, headers, body))
     await second.until(lambda: len(second.gateway.requests._open) == 1)
     await first.add(worker_type("decode", "decode-2", GatedPair(answer).decode, fingerprint="old"))

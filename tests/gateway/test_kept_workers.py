@@ -1,4 +1,4 @@
-"""Workers that are kept for some tenants: requests that may not use them are not delayed by those waiting for them."""
+"""Workers kept for tenants or pools: requests that may not use them are not delayed by those waiting for them."""
 
 import asyncio
 import collections
@@ -30,9 +30,9 @@ class Gated:
 def add(worker_type):
     """Adds a decode worker that has one request at a time, because none of its pages is free."""
 
-    async def add(system, worker_id, *tenants):
+    async def add(system, worker_id, *tenants, pool=""):
         script = Gated()
-        worker = worker_type("decode", worker_id, script.decode, tenants=tenants)
+        worker = worker_type("decode", worker_id, script.decode, tenants=tenants, pool=pool)
         worker.load.pages.free = 0
         await system.add(worker)
         return script
@@ -184,3 +184,69 @@ async def test_a_fair_queue_is_fair_to_tenants_of_different_lanes(make_system, a
         for _ in tasks:
             script.ends.release()
     assert collections.Counter(await asyncio.gather(*tasks)) == {200: len(tasks)}
+
+
+@pytest.fixture
+def make_pools(make_system, tmp_path):
+    """Makes a gateway with a pools file."""
+
+    async def make(*pools, **settings):
+        (tmp_path / "pools.toml").write_text("".join(f"[[pool]]\n{pool}\n" for pool in pools))
+        return await make_system(pools=tmp_path / "pools.toml", **settings)
+
+    return make
+
+
+async def test_a_strict_pool_and_all_others_leave_each_other_alone(make_pools, add):
+    system = await make_pools('name = "slow"\nclasses = ["critical", "low"]\nrule = "strict"')
+    kept, others = await add(system, "decode-a", pool="slow"), await add(system, "decode-0")
+    tasks = await fill(system, kept, "")
+    assert others.took == []
+    await finish(others, [asyncio.create_task(ask(system, "")) for _ in range(3)])
+    assert (len(kept.took), system.gateway.requests.num_queued) == (1, NUM_WAITING)
+    await finish(kept, tasks)
+    assert (len(kept.took), len(others.took)) == (NUM_WAITING + 1, 3)
+
+
+async def test_a_strict_pool_without_a_worker_is_unavailable_and_is_named(make_pools, add):
+    system = await make_pools('name = "slow"\nclasses = ["batch"]\nrule = "strict"')
+    others = await add(system, "decode-0")
+    refused = await system.complete(service_class="batch")
+    assert (refused.status_code, "for the pool slow" in refused.text) == (503, True)
+    await finish(others, [asyncio.create_task(ask(system, ""))])
+
+
+async def test_long_prompts_prefer_their_pool_and_overflow_into_others(make_pools, add):
+    system = await make_pools('name = "long"\nmin_prompt_tokens = 20')
+    long, others = await add(system, "decode-a", pool="long"), await add(system, "decode-0")
+
+    def ask_long(number):
+        return asyncio.create_task(system.complete(prompt=[number] * 20, max_tokens=4))
+
+    tasks = [ask_long(1), asyncio.create_task(ask(system, "", 2))]
+    await system.until(lambda: long.took == [1] and others.took == [2])
+    others.ends.release()
+    assert await tasks[1] == 200
+    tasks.append(ask_long(3))
+    await system.until(lambda: others.took == [2, 3])
+    for script in (long, others):
+        script.ends.release()
+    assert {(await task).status_code for task in (tasks[0], tasks[2])} == {200}
+
+
+async def test_prompts_of_a_strict_pool_are_computed_in_it(make_pools, add, worker_type, pair_type):
+    system = await make_pools('name = "slow"\nclasses = ["batch"]\nrule = "strict"', local_prefill_tokens=0)
+    pair = pair_type([9, 1])
+    for name, pool in (("a", "slow"), ("0", "")):
+        await system.add(worker_type("prefill", f"prefill-{name}", pair.prefill, pool=pool))
+        await system.add(worker_type("decode", f"decode-{name}", pair.decode, pool=pool))
+    asked = [("batch", "a"), ("normal", "0")] * 3
+    for service_class, _ in asked:
+        body = {"prompt": [5, 6, 7], "service_class": service_class}
+        assert (await system.http.post("/v1/completions", json=body)).status_code == 200
+    for role in ("prefill", "decode"):
+        assert [len(system.workers[f"{role}-{name}"].attempts) for name in ("a", "0")] == [3, 3]
+    shown = (await system.http.get("/cluster")).json()
+    assert {worker["id"]: worker["pool"] for worker in shown["workers"]}["prefill-a"] == "slow"
+    (pool,) = shown["pools"]
+    assert pool == {"name": "slow", "classes": ["batch"], "min_prompt_tokens": 0, "rule": "strict"}

@@ -83,6 +83,7 @@ class Card {
     say(this.pages, `${words || "no pages"} of ${count(pages.total)} pages`);
     setFacts(this.facts, [
       ...(worker.engine ? [["Engine", worker.engine]] : []),
+      ...(worker.pool ? [["Pool", worker.pool]] : []),
       ["Running", count(worker.running)],
       ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
       ...speeds(worker),

@@ -31,7 +31,7 @@ terms can be added without weights:
     pressure_s `pressure_s` · x², where x grows from 0 at the last `pressure_share` of the pool's pages to 1 at the last
                page, and continues to grow beyond: the request would have to wait for pages
     place_s    `region_s` where worker and request name different regions, and `shared_s` for a shared worker where
-               the tenant has workers of that role of its own
+               the tenant has workers of that role of its own, and for one of another pool where the request's has any
     hot_spot_s what a worker's queue is longer than the median of its role, once more, if the worker is hot (`Hits`). At
                most half of the seconds that its cache saves, so that to hold more is never worse. It makes requests
                leave a hot prefix's only holder before the queue alone would; the worker that computes the prefix then
@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 from services.scheduling.chunks import stretch_s
 from services.scheduling.disaggregation import DisaggregationSettings, Reason
 from services.scheduling.links import PeerLink
-from services.scheduling.routing.views import Fits, RouteRequest, WorkerView
+from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, strangeness
 
 INTERFERENCE = 0.5
 """The share of the prompts waiting at D that lengthens the steps of a sequence which comes with its pages: they are
@@ -157,13 +157,13 @@ class Prices:
 
     __slots__ = (
         "crowd",
+        "decode_strangeness",
         "fits",
-        "has_own_decodes",
-        "has_own_prefills",
         "held_tokens",
         "least_latency_s",
         "most_bytes_per_s",
         "new_tokens",
+        "prefill_strangeness",
         "prefills",
         "request",
         "settings",
@@ -177,15 +177,17 @@ class Prices:
         self.new_tokens = max(1, min(request.max_new_tokens, settings.expected_new_tokens))
         self.held_tokens = max(0, min(max(request.cached_tokens.values(), default=0), request.num_prompt_tokens - 1))
         self.crowd = 1.0
-        self.has_own_prefills = self.has_own_decodes = False
+        self.prefill_strangeness: int | None = None
+        """The least of any; None: all are as much the request's own."""
+        self.decode_strangeness: int | None = None
         self.prefills: list[Terms] = []
         self.least_latency_s, self.most_bytes_per_s = math.inf, 1.0
 
     def look_at(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
         """Takes what prices depend on beside one worker: how busy the prefill workers are, and whose workers exist."""
-        if self.request.tenant:
-            self.has_own_prefills = any(view.tenants for view in prefills)
-            self.has_own_decodes = any(view.tenants for view in decodes)
+        if self.request.tenant or self.request.pool is not None:
+            self.prefill_strangeness = self._least_strangeness(prefills)
+            self.decode_strangeness = self._least_strangeness(decodes)
         if prefills:
             mean_requests = sum([view.num_requests - view.num_less_urgent for view in prefills]) / len(prefills)
             self.crowd = 1 + self.settings.displaced_weight * max(0.0, mean_requests)
@@ -195,7 +197,7 @@ class Prices:
         request, settings, crowd = self.request, self.settings, self.crowd
         num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
         most, chunk_tokens, share = num_tokens - 1, settings.disaggregation.chunk_tokens, settings.pressure_share
-        has_place = bool(request.region) or self.has_own_prefills
+        has_place = bool(request.region) or self.prefill_strangeness is not None
         held_here = max([cached_tokens.get(view.worker_id, 0) for view in views], default=0) if cached_tokens else 0
         held_here, held = max(0, min(held_here, most)), self.held_tokens
         weight = settings.disaggregation.redone_weight if held_here < held else 0.0
@@ -216,7 +218,7 @@ class Prices:
             if left < reserve:
                 pressure_s = self._pressure_s(left, reserve)
             if has_place:
-                place_s = self._place_s(view, has_own=self.has_own_prefills)
+                place_s = self._place_s(view, self.prefill_strangeness)
             if weight:
                 redone_s = speed.computed_twice_s(held_here, held)
             price_s = queue_s + crowd * work_s + pressure_s + place_s + weight * redone_s
@@ -251,7 +253,7 @@ class Prices:
         how, held = settings.disaggregation, self.held_tokens
         itl_weight, weight, disturbed = how.itl_weight, how.redone_weight, how.min_disturbed
         all_tokens, half_context = num_tokens + request.max_new_tokens, num_tokens + new_tokens / 2
-        has_place = bool(request.region) or self.has_own_decodes
+        has_place = bool(request.region) or self.decode_strangeness is not None
         # Getting the prompt's pages from elsewhere never costs less.
         elsewhere_s = self.prefills[0][0] + self.least_latency_s if self.prefills else math.inf
         token_s = request.kv_bytes_per_token / self.most_bytes_per_s
@@ -272,7 +274,7 @@ class Prices:
             if left < reserve:
                 pressure_s = self._pressure_s(left, reserve)
             if has_place:
-                place_s = self._place_s(view, has_own=self.has_own_decodes)
+                place_s = self._place_s(view, self.decode_strangeness)
             common_s = new_tokens * step_s + pressure_s + place_s
             work_s = speed.time_s(lacking, cached)
             first_s, num_disturbed = queue_s + work_s, disturbed
@@ -353,11 +355,16 @@ class Prices:
         """Returns the price of the last pages of a pool, where fewer than the `reserve` are left."""
         return self.settings.pressure_s * (1 - left / reserve) ** 2
 
-    def _place_s(self, view: WorkerView, *, has_own: bool) -> float:
-        """Returns the price of a worker far away, or of a shared one where the tenant has workers of its own."""
+    def _place_s(self, view: WorkerView, least: int | None) -> float:
+        """Returns the price of a worker far away, or of one that is less the request's own than another one is."""
         region = self.request.region
         far_s = self.settings.region_s if region and view.region and view.region != region else 0.0
-        return far_s + (self.settings.shared_s if has_own and not view.tenants else 0.0)
+        return far_s if least is None else far_s + self.settings.shared_s * (strangeness(view, self.request) - least)
+
+    def _least_strangeness(self, views: Sequence[WorkerView]) -> int | None:
+        """Returns the least strangeness of any; None if all have the same."""
+        found = {strangeness(view, self.request) for view in views}
+        return min(found) if len(found) > 1 else None
 
 
 def _as_prefill(view: WorkerView, chunk_tokens: int) -> tuple[Any, ...]:

@@ -141,6 +141,8 @@ def _route(prices: Prices, way: PricedWay, prefills: list[WorkerView]) -> Route:
         "itl_cost_s": way.at.itl_s,
         "local_redone_s": way.at.redone_s,
     }
+    if prices.request.pool is not None:
+        inputs["pool"] = prices.request.pool
     if prefill is not None:
         link, remote_first_s = prices.link(prefill.view, way.at.view), prefill.queue_s + prefill.work_s
         exposed_s = _exposed_s(prices, way)

@@ -16,7 +16,7 @@ from typing import Any
 from services.scheduling.routing.policies import HYBRID, ONE_BY_ONE, POLICY_NAMES, Hashes, PolicyInputs, rotated
 from services.scheduling.routing.price import Hits, PricedWay, Prices, RoutingSettings
 from services.scheduling.routing.route import Routes, cheapest_route, ordered_route
-from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, able, holders
+from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, able, holders, strangeness
 
 Rest = Callable[[], list[WorkerView]]
 
@@ -109,11 +109,12 @@ class Router:
         return chosen, lambda: [view for view in able(views, request, num_tokens) if view.worker_id not in taken]
 
     def _ordered(self, prices: Prices, views: list[WorkerView], *, is_decode: bool) -> list[WorkerView]:
-        """Returns workers of one role by a policy that looks at them one by one; a tenant's own ones come first."""
+        """Returns workers of one role by a policy that looks at them one by one; the request's own come first."""
         if not views:
             return views
         draw = PolicyInputs(prices, is_decode, self._turn, self._random, self._hashes)
         ordered = ONE_BY_ONE[self.policy](views, draw)
-        if prices.request.tenant:
-            ordered.sort(key=lambda view: not view.tenants)
+        request = prices.request
+        if request.tenant or request.pool is not None:
+            ordered.sort(key=lambda view: strangeness(view, request))
         return ordered

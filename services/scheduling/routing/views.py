@@ -32,8 +32,8 @@ class WorkerView(msgspec.Struct, eq=False):
     with `context_tokens` tokens between them, and all of them have ended after `steps_left` steps. `waiting_tokens`
     counts prompt tokens that wait for computation there; `queue_s`, where it is known, says how long that takes.
     `links` are the measured ones to decode workers, `link_speed` that to any other. `tenants` are the only ones it
-    works for; empty: everybody. `measured` is its own speed with prompts now, for predictions: of two workers that are
-    alike one would get everything if prices used it.
+    works for; empty: everybody. `pool` is its label. `measured` is its own speed with prompts now, for predictions: of
+    two workers that are alike one would get everything if prices used it.
     """
 
     worker_id: str
@@ -49,6 +49,7 @@ class WorkerView(msgspec.Struct, eq=False):
     model: str = ""
     region: str = ""
     tenants: frozenset[str] = frozenset()
+    pool: str = ""
     page_size: int = 16
     prefill_speed: PrefillSpeed = DEFAULT_PREFILL
     decode_speed: DecodeSpeed = DEFAULT_DECODE
@@ -115,7 +116,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
     `affinity_key`: session or user, for `sticky`. `cached_tokens`: worker id → tokens of the prompt whose pages that
     worker is believed to hold. `kv_bytes_per_token`: what a transfer moves; 0 where it is not known. `prefill`: which
-    role computes the prompt, where the client or the operator has chosen.
+    role computes the prompt, where the client or the operator has chosen. `pool` is the request's; None: labels say
+    nothing.
     """
 
     num_prompt_tokens: int
@@ -127,6 +129,13 @@ class RouteRequest(msgspec.Struct, frozen=True):
     cached_tokens: Mapping[str, int] = MappingProxyType({})
     kv_bytes_per_token: int = 0
     prefill: PrefillChoice = "auto"
+    pool: str | None = None
+
+
+def strangeness(view: WorkerView, request: RouteRequest) -> int:
+    """Returns in how many ways a worker is not the request's own: kept for its tenant, of its pool."""
+    is_shared = bool(request.tenant) and not view.tenants
+    return is_shared + (request.pool is not None and view.pool != request.pool)
 
 
 Fits = Callable[[WorkerView, WorkerView], bool]

@@ -13,6 +13,7 @@ from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavaila
 from services.scheduling.entry import QueueEntry, ServiceClass
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy
+from services.scheduling.pools import Audience
 from services.scheduling.queue import RequestQueue
 from tests.stopwatch import Stopwatch
 
@@ -39,12 +40,12 @@ class NamingLane(Lane):
 
 def make_queue(max_waiting=10, **settings):
     return AdmissionQueue(
-        lambda name: NamingLane(name, RequestQueue(max_waiting=max_waiting, **settings)), order=LaneOrder(**settings)
+        lambda audience: NamingLane(RequestQueue(max_waiting=max_waiting, **settings)), order=LaneOrder(**settings)
     )
 
 
 def enter(queue, item, room, **kinds):
-    return queue.enter(item, room.take, awaited=frozenset, lane=queue.lane(""), **kinds)
+    return queue.enter(item, room.take, awaited=frozenset, lane=queue.lane(Audience()), **kinds)
 
 
 def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=math.inf, service_s=0.0):
@@ -270,7 +271,8 @@ class Workers:
             del self.waiting[item.key]
             return True
 
-        lane = self.queue.lane(item.tenant if any(item.tenant in tenants for tenants in WORKERS.values()) else "")
+        has_own = any(item.tenant in tenants for tenants in WORKERS.values())
+        lane = self.queue.lane(Audience(item.tenant if has_own else ""))
         self.waiting[item.key] = item
         place = self.queue.enter(
             item,
@@ -358,7 +360,7 @@ async def test_the_judgement_of_a_lane_hears_of_late_ones():
             heard.append(one.key)
 
     policy = Policy()
-    queue = AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=10), policy=policy))
+    queue = AdmissionQueue(lambda audience: Lane(RequestQueue(max_waiting=10), policy=policy))
     late = QueueEntry("late", ServiceClass.NORMAL, "", 10, 0.0, promised_s=SYSTEM_CLOCK.monotonic() - 1.0)
     tasks = await started(wait(queue, room, late, order), wait(queue, room, entry("early", arrived_s=1.0), order))
     await asyncio.sleep(3 * GATHER_S)
@@ -386,7 +388,7 @@ async def test_turns_at_a_worker_that_others_do_not_wait_for_cost_nothing_in_a_f
 async def test_one_that_asks_again_holds_up_only_those_who_could_take_what_it_asks_for():
     queue = make_queue()
     workers = Workers(queue, {"of a and b": 3, "of c": 1})
-    lane = queue.lane("a")
+    lane = queue.lane(Audience("a"))
     asking = of("a", 0)
     room = queue.enter(
         asking, lambda kept: True, awaited=lambda: workers.usable("a"), lane=lane, is_resumed=False, was_refused=True

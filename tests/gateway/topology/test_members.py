@@ -14,6 +14,7 @@ from gateway.topology.reports import WorkerLoad
 from gateway.topology.views import FRESH_S
 from services.cluster.registry import WorkerRecord
 from services.scheduling.links import PeerLink, PeerLinks
+from services.scheduling.pools import Audience, Pool, Pools
 from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
 
 PROMPT = (2, 100)
@@ -73,6 +74,10 @@ def report(member, load):
     if load.running:
         member.session._worked_at_s = asyncio.get_running_loop().time()
     member.session._on_change(member.session)
+
+
+def lane_of(topology, tenant, bound_to=""):
+    return topology.lane_of("m", Audience(tenant, "", bound_to))
 
 
 def member_of(topology, worker_id):
@@ -172,24 +177,38 @@ async def test_what_all_workers_have_in_common_follows_those_in_rotation(make_to
 
 async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use(make_topology):
     topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
+    lane = functools.partial(lane_of, topology)
     report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=10))
     report(member_of(topology, "d-1"), WorkerLoad(pages_total=100, pages_free=60, pages_cached=10))
-    assert topology.free_share("m", "") == 0.1
-    assert topology.free_share("m", "t") == 0.7
-    assert topology.free_share("n", "") == 1.0
-    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("t", "")
+    assert topology.free_share("m", Audience()) == 0.1
+    assert topology.free_share("m", Audience("t")) == 0.7
+    assert topology.free_share("n", Audience()) == 1.0
+    assert (lane("t"), lane("u")) == (Audience("t"), Audience())
     topology.take_membership([record("d-0"), record("d-1", tenants=("u",))])
     # A worker without an address gets another session with each record.
     come_up(member_of(topology, "d-0"), WorkerLoad())
-    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("", "u")
-    assert topology.decode_ids("m", tenant="t") == {"d-0"}
+    assert (lane("t"), lane("u")) == (Audience(), Audience("u"))
+    assert topology.open_ids("decode", "m", Audience("t")) == {"d-0"}
+
+
+async def test_workers_of_a_strict_pool_are_open_to_its_requests_only(make_topology):
+    pools = Pools([Pool("slow", ("batch",), rule="strict")])
+    topology = make_topology(
+        record("d-0"), record("d-1", pool="slow"), record("d-2", pool="slow", tenants=("t",)), pools=pools
+    )
+    open_to = functools.partial(topology.open_ids, "decode", "m")
+    assert open_to(Audience()) == {"d-0"}
+    assert open_to(Audience("t")) == {"d-0"}
+    assert open_to(Audience(pool="slow")) == {"d-1"}
+    assert open_to(Audience("t", "slow")) == {"d-1", "d-2"}
+    assert topology.lane_of("m", Audience("u", "slow")) == Audience(pool="slow")
 
 
 async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topology):
     topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
-    lane = functools.partial(topology.lane_of, "m")
+    lane = functools.partial(lane_of, topology)
     same, other = record("d-0"), record("d-1", layout_fingerprint="other")
-    assert (lane("u", same.identity_key), lane("t", same.identity_key)) == ("", "t")
+    assert (lane("u", same.identity_key), lane("t", same.identity_key)) == (Audience(), Audience("t"))
     topology.take_membership([same, other])
     for worker_id in ("d-0", "d-1"):
         come_up(member_of(topology, worker_id), WorkerLoad())
@@ -203,8 +222,8 @@ async def test_an_answer_goes_on_only_where_all_that_decides_its_tokens_is_the_s
     one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
     prefill = record("p-0", identity=DTYPES[0])
     topology = make_topology(one, two, prefill)
-    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0"}
-    assert topology.decode_ids("m", tenant="") == {"d-0", "d-1"}
+    assert topology.open_ids("decode", "m", Audience(bound_to=one.identity_key)) == {"d-0"}
+    assert topology.open_ids("decode", "m", Audience()) == {"d-0", "d-1"}
     assert topology.prefill_ids("m", decode=member_of(topology, "d-0").session.peer) == ["p-0"]
     assert topology.prefill_ids("m", decode=member_of(topology, "d-1").session.peer) == []
     assert not topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
@@ -216,7 +235,7 @@ async def test_who_allows_it_gets_answers_that_go_on_inexactly_and_are_told_so(m
     one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
     other_weights = record("d-2", identity="weights=other dtype=bfloat16", layout_fingerprint="other")
     topology = make_topology(one, two, other_weights, allows_inexact=True)
-    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0", "d-1"}
+    assert topology.open_ids("decode", "m", Audience(bound_to=one.identity_key)) == {"d-0", "d-1"}
     assert topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
     assert not make_topology(one, allows_inexact=True).members()[0].is_exact
     assert make_topology(one).members()[0].is_exact
@@ -226,7 +245,7 @@ async def test_a_worker_that_does_not_say_what_it_computes_with_is_like_no_other
     """Two workers of an older version may differ in what neither of them says."""
     older = [record(f"d-{n}", identity="", incarnation=str(n) * 32) for n in range(2)]
     topology = make_topology(*older)
-    assert topology.decode_ids("m", tenant="", bound_to=older[0].identity_key) == {"d-0"}
+    assert topology.open_ids("decode", "m", Audience(bound_to=older[0].identity_key)) == {"d-0"}
     assert [member.is_exact for member in topology.members()] == [False] * 2
     assert not make_topology(older[0]).members()[0].is_exact
 
@@ -238,7 +257,7 @@ async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_to
     )
     wrong = member_of(topology, "d-1")
     assert (wrong.state, wrong.left_out) == ("left_out", "it is wrong")
-    assert topology.decode_ids("m", tenant="") == {"d-0"}
+    assert topology.open_ids("decode", "m", Audience()) == {"d-0"}
     topology.take_membership([record("d-0"), record("d-1", max_running=1)])
     wrong.session.is_up = False
     topology.take_membership([record("d-0")])

@@ -24,6 +24,22 @@ def test_a_tenant_with_workers_of_its_own_goes_there_first(policy):
         assert decodes(Router(policy).route(request(), [], [shared, own], now_s=0)) == ["a"]
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_request_goes_to_the_workers_of_its_pool_first(policy):
+    busy, others = view("b", pool="long", num_requests=4, num_running=4), [view("a"), view("c", pool="other")]
+    for _ in range(4):
+        assert decodes(Router(policy).route(request(pool="long"), [], [*others, busy], now_s=0))[0] == "b"
+        assert decodes(Router(policy).route(request(pool=""), [], [*others, busy], now_s=0))[0] == "a"
+        assert set(decodes(Router(policy).route(request(pool="none"), [], [*others, busy], now_s=0))) == {"a", "b", "c"}
+
+
+def test_a_preferred_pool_that_is_much_busier_than_others_is_left():
+    full = view("b", pool="long", waiting_tokens=100_000, prefill_speed=PrefillSpeed(0.0, 1e-4))
+    helping = view("a", prefill_speed=PrefillSpeed(0.0, 1e-4))
+    route = Router().route(request(pool="long"), [], [full, helping], now_s=0)[0]
+    assert (route.decode.worker_id, route.inputs["decode_place_s"], route.inputs["pool"]) == ("a", 1.0, "long")
+
+
 def test_equal_workers_take_turns_and_seeds_start_elsewhere():
     workers = [view(name) for name in "abcd"]
     for policy in POLICY_NAMES:

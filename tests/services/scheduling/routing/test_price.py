@@ -14,6 +14,7 @@ from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing.price import INTERFERENCE, Hits, PrefillTerms, Prices, RoutingSettings
 from services.scheduling.routing.route import cheapest_route
 from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import strangeness
 from tests.examples import examples
 from tests.services.scheduling.routing.samples import (
     cases,
@@ -64,7 +65,8 @@ def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, t
                 Router(settings=how).route(asked, [p], [route.decode], now_s=0.0)[0].inputs["remote_cost_s"]
                 for p in route.prefills
             ]
-            shared = 1.0 if asked.tenant and any(p.tenants for p in ps) else 0.0
+            found = [strangeness(p, asked) for p in ps]
+            shared = 1.0 * (max(found) - min(found))
             assert terms["remote_cost_s"] <= min(alone) + shared + 1e-9 * (1 + min(alone))
 
 
