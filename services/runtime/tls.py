@@ -30,6 +30,7 @@ from typing import Any
 
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import ConfigError, PermissionDenied, Unauthenticated
+from services.runtime.handshakes import log_failures
 
 ROLE_URI_PREFIX = "spiffe://tandem/"
 ROLES = ("gateway", "prefill", "decode", "operator")
@@ -139,13 +140,17 @@ class Identity:
         return self._look().pem
 
     def http_context(self) -> ssl.SSLContext:
-        """For a server whose clients show no certificate; each handshake uses the files as they are then."""
+        """For a server whose clients show no certificate; each handshake uses the files as they are then.
+
+        One that fails is logged.
+        """
         entry = _server_context(self.files)
 
         def choose(sock: Any, server_name: str | None, context: ssl.SSLContext) -> None:
             sock.context = self._look().context
 
         entry.sni_callback = choose  # called without a name too
+        log_failures(entry)
         return entry
 
     def channel_context(self, *, is_server: bool) -> ssl.SSLContext:
