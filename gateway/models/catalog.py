@@ -37,6 +37,10 @@ class ServedModel:
     """Names under which the model answers as one of its adapters has changed it."""
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
+    keeps_answers: bool = False
+    """Whether an answer that was kept may stand in for a new one."""
+    fallback_max_tokens: int | None = None
+    """The most tokens of an answer of its own that stands in for a longer one; None: no such answer does."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for requests without these fields, by the fields' names."""
 
@@ -138,5 +142,7 @@ def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedMode
         adapters=frozenset(entry.lora),
         fallbacks=entry.fallbacks,
         fallback_after_s=entry.fallback_after_s,
+        keeps_answers=entry.keeps_answers,
+        fallback_max_tokens=entry.fallback_max_tokens,
         sampling_defaults=read_defaults(entry.path, generation_config),
     )

@@ -6,6 +6,8 @@
     aliases = ["default"]         # other names for it
     fallback = ["small"]          # tried in this order where "large" is overloaded or has no worker
     fallback_after_s = 1.0        # longest wait for room before that
+    fallback_kept = true          # before others, a kept answer to the same request may stand in
+    fallback_max_tokens = 256     # after others, a shorter answer of its own may
     engine = "vllm"               # what computes it in the workers that `tandem up` starts; --engine if not said
     lora = {sql = "loras/sql"}    # with vLLM: adapters, by the names that clients use
     prefill = 1                   # how many of these are started
@@ -46,9 +48,10 @@ _Names = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
 class ModelEntry:
     """One `[[model]]` of the file.
 
-    `fallbacks` are names of models, in the order in which they are tried; `fallback_after_s` is how long a request
-    that may fall back waits for room, in seconds. `num_prefill` and `num_decode` are workers, and `engine` is what
-    computes in them; None: not said.
+    `fallbacks` are names of models, in the order in which they are tried; `fallback_after_s` is how long a request that
+    may fall back waits for room, in seconds. `keeps_answers`: kept answers stand in too; `fallback_max_tokens`: so do
+    answers of its own of at most this many tokens; None: those do not. `num_prefill` and `num_decode` are workers, and
+    `engine` is what computes in them; None: not said.
     """
 
     name: str
@@ -56,6 +59,8 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
+    keeps_answers: bool = False
+    fallback_max_tokens: int | None = None
     num_prefill: int | None = None
     num_decode: int | None = None
     engine: str | None = None
@@ -73,6 +78,8 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     fallback_after_s: Annotated[float, Meta(ge=MIN_FALLBACK_AFTER_S, le=MAX_FALLBACK_AFTER_S)] = (
         DEFAULT_FALLBACK_AFTER_S
     )
+    fallback_kept: bool = False
+    fallback_max_tokens: Annotated[int, Meta(ge=1)] | None = None
     prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] | None = None
     decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] | None = None
     engine: Literal["native", "vllm"] | None = None
@@ -86,6 +93,8 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
             aliases=tuple(self.aliases),
             fallbacks=tuple(self.fallback),
             fallback_after_s=self.fallback_after_s,
+            keeps_answers=self.fallback_kept,
+            fallback_max_tokens=self.fallback_max_tokens,
             num_prefill=self.prefill,
             num_decode=self.decode,
             engine=self.engine,

@@ -28,6 +28,7 @@ from gateway.models.conversation import encode_conversation
 from gateway.models.sampling_defaults import with_defaults
 from gateway.observability.tracing import RequestSpans, Tracing
 from gateway.requests.call import (
+    KEPT,
     AcceptedCall,
     AnswerSpec,
     Call,
@@ -37,6 +38,7 @@ from gateway.requests.call import (
     TenantTicket,
     Totals,
 )
+from gateway.requests.kept_answers import KeptAnswer
 from gateway.requests.seeds import choice_seed, id_source, key_seed, seed_source
 from gateway.types import Sampling
 from services.runtime import telemetry
@@ -47,6 +49,10 @@ from services.structured.form import AnswerForm
 FormOf = Callable[[Call, ServedModel, Sequence[int]], Awaitable[AnswerForm | None]]
 """What gives the form of a call's answers by this model after these tokens, checked, or None where they may be any
 text; raises InvalidRequest."""
+
+
+KeptAnswerOf = Callable[[AnswerSpec], KeptAnswer | None]
+"""What gives the kept answer to a request, or None."""
 
 
 class _Arrival(msgspec.Struct, frozen=True):
@@ -194,7 +200,7 @@ class Acceptance:
             self._allow_fallback(accepted, call)
         return accepted
 
-    async def fall_back(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
+    async def fall_back(self, accepted: AcceptedCall, kept_answer: KeptAnswerOf) -> list[AnswerSpec] | None:
         """Returns the call's answers for the next of its models that has a worker and can generate them.
 
         None: no such model is left. Raises the error that calls are refused with while they are.
@@ -202,46 +208,65 @@ class Acceptance:
         A model can answer a call that passes all checks anew, for that model's context, vocabulary and chat
         template. Token ids that the client gave, as a prompt or to stop at or in a bias, are taken over only where both
         models have the same tokenizer. Seed, deadline and time of arrival stay.
+
+        A kept answer is one whose tokens have all been emitted; a shorter one is of the model that was asked for.
         """
         self._check_open()
-        call, asked = accepted.call, self._catalog[accepted.model]
+        call, asked, first = accepted.call, accepted.asked_model, accepted.specs[0]
         assert call is not None
         while accepted.fallbacks:
             name, *others = accepted.fallbacks
             accepted.fallbacks = tuple(others)
-            model = self._catalog[name]
-            if self._longest_sequence(name) is None:
-                continue
-            if _has_token_ids(call) and model.tokenizer_fingerprint != asked.tokenizer_fingerprint:
-                continue
-            first = accepted.specs[0]
-            try:
-                limits = self.limits(model)
-                check_sampling(call.sampling, limits, prefix=call.field_prefix)
-                choices = await self._choices(call, model, limits, first.sampling.seed)
-            except InvalidRequest:
-                continue
-            return self._specs(
-                choices,
-                model,
-                request_id=accepted.request_id,
-                facts=msgspec.structs.replace(first.facts, adapter=""),
-                deadline=first.deadline,
-                has_own_deadline=first.has_own_deadline,
-                wishes=first.wishes,
-                span=first.span,
-                arrived_s=first.arrived_s,
-                arrived_unix_ns=first.arrived_unix_ns,
+            model = self._catalog[name if name != KEPT else asked]
+            choices = (
+                _kept(accepted, kept_answer) if name == KEPT else await self._choices_instead(call, asked, model, first)
             )
+            if choices is not None:
+                adapter = self._catalog.adapter_of(call.model) if model.name == asked else ""
+                return self._specs(
+                    choices,
+                    model,
+                    request_id=accepted.request_id,
+                    facts=msgspec.structs.replace(first.facts, adapter=adapter),
+                    deadline=first.deadline,
+                    has_own_deadline=first.has_own_deadline,
+                    wishes=first.wishes,
+                    span=first.span,
+                    arrived_s=first.arrived_s,
+                    arrived_unix_ns=first.arrived_unix_ns,
+                )
         return None
+
+    async def _choices_instead(
+        self, call: Call, asked: str, model: ServedModel, first: AnswerSpec
+    ) -> list[StoredChoice] | None:
+        """Returns the call's answers for a model that stands in, as `asked` does for itself; None if it cannot."""
+        if self._longest_sequence(model.name) is None:
+            return None
+        is_alike = model.tokenizer_fingerprint == self._catalog[asked].tokenizer_fingerprint
+        if _has_token_ids(call) and not is_alike:
+            return None
+        if model.name == asked:
+            most, wanted = model.fallback_max_tokens, call.sampling.max_tokens
+            if most is None or (wanted is not None and wanted <= most):
+                return None
+            call = msgspec.structs.replace(call, sampling=msgspec.structs.replace(call.sampling, max_tokens=most))
+        try:
+            limits = self.limits(model)
+            check_sampling(call.sampling, limits, prefix=call.field_prefix)
+            return await self._choices(call, model, limits, first.sampling.seed)
+        except InvalidRequest:
+            return None
 
     def _allow_fallback(self, accepted: AcceptedCall, call: Call) -> None:
         """Notes where the call came in, and which models may stand in for its own, if it allows any."""
         accepted.span.note_origin(call.origin)
         if call.allow_fallback and not accepted.fallback:
-            allowed = call.allowed_models
-            names = self._catalog[accepted.model].fallbacks
-            accepted.fallbacks = tuple(name for name in names if allowed is None or name in allowed)
+            allowed, model = call.allowed_models, self._catalog[accepted.model]
+            others = [name for name in model.fallbacks if allowed is None or name in allowed]
+            kept = [KEPT] if model.keeps_answers else []
+            shorter = [model.name] if model.fallback_max_tokens is not None else []
+            accepted.fallbacks = (*kept, *others, *shorter)
             accepted.call = call
 
     def _begin(
@@ -409,6 +434,17 @@ class Acceptance:
         if stored.resumes:
             span.add_link(telemetry.extract(stored.resumes), "resumed")
         return span
+
+
+def _kept(accepted: AcceptedCall, kept_answer: KeptAnswerOf) -> list[StoredChoice] | None:
+    """Returns the call's answers as they were kept; None unless all were."""
+    kept = [(spec, kept_answer(spec)) for spec in accepted.specs]
+    choices = [
+        StoredChoice(spec.prompt_token_ids, spec.sampling, answer.token_ids, answer.identity)
+        for spec, answer in kept
+        if answer is not None
+    ]
+    return choices if len(choices) == len(kept) else None
 
 
 async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: int, call: Call) -> Sequence[int]:

@@ -210,12 +210,17 @@ class Totals:
         self.finish_reasons.append(finish_reason)
 
 
+KEPT = ""
+"""In a chain of fallbacks, the name of what no model generates: an answer that was kept."""
+
+
 class AcceptedCall:
     """A call that passed all checks; its id is taken until its `with` block is left.
 
     `model` is the name of the model that its answers come from, `fallback` says in whose place and why, such as
     `large -> small; reason=overloaded`, or is empty. `fallbacks` are names of models that may be tried yet, with
-    `call` as it came; `gateway.requests.fallback` does that, before the first token.
+    `call` as it came: the model's own name stands for a shorter answer, `KEPT` for one that was kept.
+    `gateway.requests.fallback` tries them, before the first token.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
 """The answers of one call from the first of its models that takes it: `large -> small`, before the first token.
 
+A chain may begin with an answer that was kept, and end with a shorter one of the model itself.
+
     not allowed      the model that was asked for, however long that takes
     allowed          the same until it has had no place at its workers for `fallback_after_s`, at once where it has no
                      worker, or until it fails for want of one; then the next model that has a worker and can take the
@@ -17,6 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.models.answer_text import AnswerText
 from gateway.requests.call import AcceptedCall, AnswerSpec
 from gateway.requests.delivery import FastPath
 from gateway.types import Delta
@@ -51,6 +54,10 @@ class Runs(Protocol):
         """Returns the call's answers for the next of its models that can take them; None: no such model is left."""
         ...
 
+    def new_text(self, spec: AnswerSpec) -> AnswerText:
+        """Returns what turns the answer's tokens into text, from its first token on."""
+        ...
+
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
         """Counts a call that another model answers."""
         ...
@@ -73,9 +80,12 @@ async def begun(
     if not accepted.fallbacks:
         yield streams_of(runs, specs, fast_paths)
         return
-    asked, first_failure = accepted.model, None
+    asked, first_failure, is_kept = accepted.model, None, False
     while True:
-        starts = [_Start(stream) for stream in streams_of(runs, specs, fast_paths)]
+        streams = streams_of(runs, specs, fast_paths)
+        if is_kept:
+            streams = [_from_its_start(runs, *each) for each in zip(specs, streams, strict=True)]
+        starts = [_Start(stream) for stream in streams]
         try:
             refusal = await _refusal(runs, accepted, starts, clock)
             if refusal is None:
@@ -88,13 +98,27 @@ async def begun(
             raise first_failure
         specs = refusal.instead
         reason = "unavailable" if isinstance(first_failure, WorkerUnavailable) else "overloaded"
-        accepted.fall_back(refusal.instead, f"{asked} -> {specs[0].model}; reason={reason}")
-        runs.note_fallback(asked, accepted.model, reason)
+        is_kept = bool(specs[0].emitted_token_ids)
+        answering, limit = specs[0].model, ""
+        if is_kept:
+            answering += " (kept)"
+        elif answering == asked:
+            answering, limit = f"{asked} (shorter)", f"; max_tokens={specs[0].sampling.max_tokens}"
+        accepted.fall_back(specs, f"{asked} -> {answering}; reason={reason}{limit}")
+        runs.note_fallback(asked, answering, reason)
 
 
 def streams_of(runs: Runs, specs: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
     """Returns a stream for each of the specs of a call that stays with its model."""
     return [runs.run(*each) for each in itertools.zip_longest(specs, fast_paths)]
+
+
+async def _from_its_start(runs: Runs, spec: AnswerSpec, rest: Stream) -> Stream:
+    """Yields an answer whose first tokens are known as if they were new, then the rest of it."""
+    async with contextlib.aclosing(rest):
+        yield Delta(0, list(spec.emitted_token_ids), runs.new_text(spec).push(spec.emitted_token_ids).text)
+        async for delta in rest:
+            yield delta
 
 
 @dataclass(frozen=True, slots=True)

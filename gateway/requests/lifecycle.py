@@ -28,6 +28,7 @@ from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall
 from gateway.requests.delivery import Delivery, FastPath
 from gateway.requests.dispatch import Dispatcher, PrefixHints
 from gateway.requests.failover import TRY_AGAIN, Failover, reason_of
+from gateway.requests.kept_answers import KeptAnswers
 from gateway.requests.migration import Moves
 from gateway.requests.monitor import Monitor
 from gateway.requests.observer import AnswerObserver, OpenAnswer, PlacementSink, Sinks
@@ -78,7 +79,8 @@ class Requests:
         self._topology = topology
         self._metrics = metrics
         self._clock = clock
-        self._sinks = Sinks(metrics, self.log, placements, Promises(), gateway_incarnation, clock)
+        kept = KeptAnswers({model.name for model in catalog if model.keeps_answers})
+        self._sinks = Sinks(metrics, self.log, placements, Promises(), gateway_incarnation, clock, kept)
         self._open: dict[RunningAnswer, AnswerObserver] = {}
         self._dispatcher = dispatcher = Dispatcher(
             topology,
@@ -151,7 +153,9 @@ class Requests:
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
         """Returns the call's answers for the next of its models that can take them, or None."""
-        specs = await self._accepting.fall_back(accepted)
+        specs = await self._accepting.fall_back(
+            accepted, lambda spec: self._sinks.kept.find(spec, self._topology.identities(spec.model))
+        )
         if specs is not None:
             self.log.add(accepted.specs[0].request_id, [one.request_id for one in specs])
         return specs

@@ -20,6 +20,7 @@ from gateway.observability.phases import AnswerSpans
 from gateway.observability.request_log import AnswerTrace, Phase, RequestLog
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
+from gateway.requests.kept_answers import KeptAnswers
 from gateway.requests.promises import Promises
 from gateway.topology.events import HandedOff
 from gateway.types import Delta
@@ -56,6 +57,7 @@ class Sinks:
     promises: Promises
     incarnation: str
     clock: Clock
+    kept: KeptAnswers
 
 
 class AnswerObserver:
@@ -199,6 +201,8 @@ class AnswerObserver:
         self._figures.note_answer(prompt_tokens=prompt_tokens, tokens=new_tokens, finish_reason=finish_reason)
         if self.spans is not None:
             self.spans.end(error, num_tokens=request.num_tokens)
+        if finish_reason:
+            self._sinks.kept.note(spec, request.tokens.token_ids[: request.num_tokens], request.identity)
         self._sinks.log.has_line(error)
         self.trace.story.tpot_us = round(request.tpot_s * 1e6)
         self.trace.end(

@@ -55,8 +55,9 @@ def models_file(folders, tmp_path):
 
 @pytest.fixture
 def two_models(make_system, models_file):
-    async def make(*, after_s=0.1, chain=("small",), small=None, **settings):
-        large = {"aliases": ["default", "gpt-4"], "fallback": list(chain), "fallback_after_s": after_s}
+    async def make(*, after_s=0.1, chain=("small",), large=None, small=None, **settings):
+        named = {"aliases": ["default", "gpt-4"], "fallback": list(chain), "fallback_after_s": after_s}
+        large = named | (large or {})
         others = {name: {} for name in chain if name != "small"}
         file = models_file(large=large, small=small or {}, **others)
         return await make_system(models=file, **settings)
@@ -367,6 +368,83 @@ async def test_a_worker_that_takes_the_call_in_time_keeps_it(two_models, worker_
     answer = await task
     assert (token_ids(answer), said(answer)) == (LARGE_ANSWER, ("large", None))
     assert not small.attempts
+
+
+async def test_a_shorter_answer_is_the_last_that_is_tried(two_models, worker_type):
+    """The large model's only worker has too few pages for the whole answer, and the small one refuses."""
+    system = await two_models(large={"fallback_max_tokens": 4})
+    large, small = Answering(LARGE_ANSWER[:4]), await add_decode(system, worker_type, "small", refuses)
+
+    async def decode(attempt):
+        await (refuses if attempt.spec.sampling.max_tokens > 4 else large.decode)(attempt)
+
+    worker = await add_decode(system, worker_type, "large", decode)
+    answer = await complete(system, allow_fallback=True, max_tokens=20)
+    assert said(answer) == ("large", "large -> large (shorter); reason=overloaded; max_tokens=4")
+    assert token_ids(answer) == LARGE_ANSWER[:4]
+    assert small.attempts
+    assert {attempt.spec.sampling.max_tokens for attempt in worker.attempts} == {20, 4}
+    metrics = (await system.http.get("/metrics")).text
+    assert 'tandem_fallbacks_total{answering="large (shorter)",asked="large",reason="overloaded"} 1.0' in metrics
+    # One that is as short already is not called shorter.
+    assert said(await complete(system, allow_fallback=True, max_tokens=4)) == ("large", None)
+
+
+async def test_a_kept_answer_goes_before_all_others(two_models, worker_type):
+    system = await two_models(large={"fallback_kept": True})
+    script, small = Answering(LARGE_ANSWER), await add_decode(system, worker_type, "small", refuses)
+    is_full = False
+
+    async def decode(attempt):
+        await (refuses if is_full else script.decode)(attempt)
+
+    worker = await add_decode(system, worker_type, "large", decode)
+    first = await complete(system, temperature=0, n=2)
+    assert said(first) == ("large", None)
+    is_full, num_attempts = True, len(small.attempts)
+    again = await complete(system, temperature=0, n=2, allow_fallback=True, seed=5)
+    assert said(again) == ("large", "large -> large (kept); reason=overloaded")
+    told = [
+        [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+        for answer in (first, again)
+    ]
+    assert told[0] == told[1]
+    assert first.json()["usage"]["completion_tokens"] == again.json()["usage"]["completion_tokens"]
+    assert len(small.attempts) == num_attempts
+    async with system.http.stream(
+        "POST",
+        "/v1/completions",
+        json={
+            "model": "large",
+            "prompt": PROMPT,
+            "max_tokens": 20,
+            "temperature": 0,
+            "stream": True,
+            "allow_fallback": True,
+        },
+    ) as stream:
+        events = [
+            json.loads(line[6:]) for line in [line async for line in stream.aiter_lines()] if line[:7] == "data: {"
+        ]
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == told[0][0][0]
+    await worker.stop()
+    await system.until(lambda: system.gateway.topology.num_ready("decode", "large") == 0)
+    gone = await complete(system, temperature=0, allow_fallback=True)
+    assert said(gone) == ("large", "large -> large (kept); reason=unavailable")
+    metrics = (await system.http.get("/metrics")).text
+    assert 'tandem_fallbacks_total{answering="large (kept)",asked="large",reason="overloaded"} 2.0' in metrics
+
+
+async def test_another_request_than_the_kept_one_is_answered_by_the_next_of_the_chain(two_models, worker_type):
+    system = await two_models(large={"fallback_kept": True})
+    worker = await add_decode(system, worker_type, "large", Answering(LARGE_ANSWER).decode)
+    await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    assert said(await complete(system, temperature=0)) == ("large", None)
+    await worker.stop()
+    await system.until(lambda: system.gateway.topology.num_ready("decode", "large") == 0)
+    for body in ({"temperature": 0.5}, {"temperature": 0, "max_tokens": 19}, {"temperature": 0, "logprobs": 1}):
+        answer = await complete(system, allow_fallback=True, **body)
+        assert said(answer) == ("small", "large -> small; reason=unavailable")
 
 
 async def test_each_model_of_the_chain_tokenizes_for_itself(two_models, worker_type, folders):

@@ -68,6 +68,16 @@ def test_every_engine_may_be_named_and_no_other(file):
         parse_models('[[model]]\nname = "m"\npath = "models"\nengine = "sglang"\n', file=file)
 
 
+def test_what_else_stands_in_for_an_answer(file):
+    text = f'[[model]]\nname = "m"\npath = "{file.parent}"\n'
+    (entry,) = parse_models(text + "fallback_kept = true\nfallback_max_tokens = 64\n", file=file)
+    assert (entry.keeps_answers, entry.fallback_max_tokens) == (True, 64)
+    (entry,) = parse_models(text, file=file)
+    assert (entry.keeps_answers, entry.fallback_max_tokens) == (False, None)
+    with pytest.raises(ConfigError, match=r"model\[0\]\.fallback_max_tokens: Expected `int` >= 1"):
+        parse_models(text + "fallback_max_tokens = 0", file=file)
+
+
 def test_an_absolute_path_stays_as_it_is(file):
     (entry,) = parse_models(f'[[model]]\nname = "m"\npath = "{file.parent}"\n', file=file)
     assert entry.path == file.parent
