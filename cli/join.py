@@ -17,7 +17,7 @@ from cli.children import Addresses, ChildSpec, ModelPlan, child_environment, wor
 from cli.commands import CommandParser
 from cli.cores import this_machine
 from cli.gpus import visible_gpus
-from cli.log_lines import is_ready_line, loading_text
+from cli.log_lines import is_ready_line, loading_text, says
 from cli.progress import Progress
 from cli.restarts import RestartPolicy
 from cli.supervisor import Child, Supervisor
@@ -32,11 +32,13 @@ from services.runtime.config import forwarded, option, read
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import argument, flag, folder, integer, number, redis_url, text
 from services.runtime.process import watched
+from services.runtime.worker_state import FOUND, UNFOUND
 from worker.config import WorkerConfig
 
 POLL_S = 0.2
 NUM_TAIL_LINES = 20
 EXIT_FAILED = 1
+WHY_UNFOUND = "does one of this cluster and model run? Its log and `tandem doctor` there say why it does not come"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,10 @@ class Joined:
         self._began_at: dict[str, int] = {}
         """Where the lines of each child's present life begin in its log, in bytes."""
         self._ready: set[str] = set()
+        self._found: set[str] = set()
+        """Those that a gateway has connected to."""
+        self._unfound: set[str] = set()
+        """Those of which it was said that no gateway has."""
 
     async def run(self, early_signals: list[int]) -> int:
         """Starts the workers, says when all are ready, waits for the end, ends them. Returns the exit code."""
@@ -168,18 +174,30 @@ class Joined:
     def _look(self) -> None:
         """Finds out from the logs which workers are ready, and how far the others are."""
         for child in self._supervisor.children.values():
-            if child.pid is None or child.name in self._ready:
+            if child.pid is None or child.name in self._found:
                 continue
             lines = _lines_after(child.log, self._began_at.get(child.name, 0))
-            if any(map(is_ready_line, lines)):
+            if child.name in self._ready:
+                self._look_for_gateways(child, lines)
+            elif any(map(is_ready_line, lines)):
                 self._ready.add(child.name)
                 self._supervisor.mark_ready(child.name)
                 self._progress.show(child.name, f"ready (pid {child.pid})", is_done=True)
             elif lines and (said := loading_text(lines[-1])):
                 self._progress.show(child.name, said)
 
+    def _look_for_gateways(self, child: Child, lines: list[str]) -> None:
+        if any(says(line, FOUND) for line in lines):
+            self._found.add(child.name)
+            if child.name in self._unfound:
+                print(f"{child.name}: {FOUND}", file=sys.stderr, flush=True)
+        elif child.name not in self._unfound and any(says(line, UNFOUND) for line in lines):
+            self._unfound.add(child.name)
+            print(f"{child.name}: {UNFOUND}; {WHY_UNFOUND}", file=sys.stderr, flush=True)
+
     def _on_change(self, child: Child, news: str) -> None:
-        self._ready.discard(child.name)
+        for names in (self._ready, self._found, self._unfound):
+            names.discard(child.name)
         self._began_at[child.name] = child.log.stat().st_size if child.log.exists() else 0
         self._progress.show(child.name, news)
 

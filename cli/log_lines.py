@@ -44,12 +44,17 @@ def loading_text(line: str) -> str:
     return f"{LOADING}: {read / 1e9:.1f} of {size / 1e9:.1f} GB, {left_s:.0f} s left"
 
 
-def is_ready_line(line: str) -> bool:
-    """Returns whether a line of a worker's log says that it is ready."""
+def says(line: str, message: str) -> bool:
+    """Returns whether a line of a log is an entry with this message."""
     try:
-        return line.startswith("{") and json.loads(line).get("message") == "ready"
+        return line.startswith("{") and json.loads(line).get("message") == message
     except ValueError:
         return False
+
+
+def is_ready_line(line: str) -> bool:
+    """Returns whether a line of a worker's log says that it is ready."""
+    return says(line, "ready")
 
 
 def time_of(line: str) -> str:

@@ -18,7 +18,7 @@ from services.runtime.addresses import is_loopback
 from services.runtime.membership import Member
 from services.runtime.rpc import RpcServer, set_identity, set_member
 from services.runtime.tls import Identity
-from services.runtime.worker_state import WorkerState
+from services.runtime.worker_state import FOUND, UNFOUND, WorkerState
 from worker.config import WorkerConfig
 from worker.engine_worker import EngineWorker
 
@@ -29,6 +29,8 @@ WATCH_INTERVAL_S = 0.25
 CONFIRM_INTERVAL_S = 0.05
 FIRST_SESSION_S = 3.0
 """How long a new worker waits for its first gateway before it counts as ready: a gateway that looks takes a second."""
+UNFOUND_S = 10.0
+"""The time after which a worker that no gateway has connected to says so."""
 
 SWITCH_INTERVAL_S = 1e-4
 """How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
@@ -164,9 +166,10 @@ async def serve_until_drained(
     worker drains makes it ready again. `server` has started. Worker and server are closed when this returns or raises.
     Raises the worker's own failure.
     """
-    background = [asyncio.create_task(_watch_engine(worker))]
+    background, telling = [asyncio.create_task(_watch_engine(worker))], []
     if lease is not None:
         background.append(asyncio.create_task(_publish_load(worker, lease)))
+        telling.append(asyncio.create_task(_tell_whether_found(worker, lease)))
     life = _Life(worker, server, lease, stop, background)
     try:
         await life.run(change or NoChange(), drain_timeout_s)
@@ -175,7 +178,7 @@ async def serve_until_drained(
         try:
             await worker.close()
         finally:
-            for task in background:
+            for task in (*background, *telling):
                 task.cancel()
             await server.stop(SERVER_GRACE_S)
     if worker.failed.done():
@@ -252,11 +255,33 @@ async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
     """Returns when a gateway has found this worker as a ready one, or at once where no registry lists it."""
     if lease is None:
         return  # gateways are told of it in other ways, and when they like
-    while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
-        await asyncio.sleep(CONFIRM_INTERVAL_S)
+    await _listed(lease)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SESSION_S):
             await worker.sessions.first.wait()
+
+
+async def _listed(lease: WorkerLease) -> None:
+    """Returns when Redis has the record of a ready worker."""
+    while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
+        await asyncio.sleep(CONFIRM_INTERVAL_S)
+
+
+async def _tell_whether_found(worker: EngineWorker[Any], lease: WorkerLease) -> None:
+    """Says in the log when the first gateway connects, and before that that none does."""
+    await _listed(lease)
+    first = worker.sessions.first
+    try:
+        async with asyncio.timeout(UNFOUND_S):
+            await first.wait()
+    except TimeoutError:
+        remedy = (
+            "if a gateway of this cluster and model runs, its log and `tandem doctor` say why: it does not reach this "
+            "address, one side is without TLS, or the secrets differ"
+        )
+        logger.warning(UNFOUND, extra={"after_s": UNFOUND_S, "remedy": remedy})
+        await first.wait()
+    logger.info(FOUND)
 
 
 async def _publish_load(worker: EngineWorker[Any], lease: WorkerLease) -> None:

@@ -18,3 +18,7 @@ class WorkerState(StrEnum):
 
 
 SAID_BY_WORKERS = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+
+FOUND = "a gateway has connected"
+UNFOUND = "no gateway has connected"
+"""Messages of a worker's log: it is of use from the first on, and looked for in vain until then."""

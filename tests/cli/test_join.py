@@ -21,6 +21,7 @@ from demo import DEMO_MODEL
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.config import read
 from services.runtime.errors import ConfigError
+from services.runtime.worker_state import FOUND, UNFOUND
 
 REDIS = "redis://10.0.0.1:6379"
 READY = json.dumps({"message": "ready"})
@@ -95,6 +96,31 @@ async def test_it_is_ready_when_every_worker_says_so_and_ends_all(
         assert await joined.run(came) == 0
     assert not any("ready" in said for said in seen[: seen.index("ready a b\n")])
     assert all(one.process.returncode is not None for one in joined._supervisor.children.values())
+
+
+async def test_it_says_that_no_gateway_comes_and_when_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.join.POLL_S", 0.01)
+    says = [f"print({json.dumps({'message': message})!r}, flush=True)\n" for message in ("ready", UNFOUND, FOUND)]
+    gate = tmp_path / "gate"
+    slow = f"while not __import__('os').path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    body = f"{says[0]}{says[1]}{slow}{says[2]}time.sleep(60)"
+    joined = Joined([child("a", body)], tmp_path, grace_s=5.0)
+    seen: list[str] = []
+
+    def look(self: Joined, really: Callable[[Joined], None] = Joined._look) -> None:
+        really(self)
+        seen.append(capsys.readouterr().err)
+        if "a: no gateway has connected; " in "".join(seen):
+            gate.touch()
+        if "a: a gateway has connected\n" in "".join(seen):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Joined, "_look", look)
+    with early_signals() as came:
+        assert await joined.run(came) == 0
+    assert "".join(seen).count("no gateway has connected") == 1
 
 
 async def test_a_worker_that_cannot_run_is_named_with_the_end_of_its_log(

@@ -139,6 +139,30 @@ async def test_a_worker_is_ready_when_a_gateway_has_found_it_or_none_comes(
     await life
 
 
+async def test_a_worker_says_that_no_gateway_comes_and_when_one_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(worker_host, "UNFOUND_S", 0.05)
+    monkeypatch.setattr(worker_host, "FIRST_SESSION_S", 0.01)
+    worker, lease, stop = FakeWorker(), FakeLease(), asyncio.Event()
+    worker.sessions.first.clear()
+    life = asyncio.create_task(worker_host.serve_until_drained(worker, FakeServer(), lease, stop))  # type: ignore[arg-type]
+
+    async def said(message: str) -> None:
+        async with asyncio.timeout(10):
+            while message not in [record.message for record in caplog.records]:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.001)
+
+    await said("no gateway has connected")
+    assert "a gateway has connected" not in [record.message for record in caplog.records]
+    worker.sessions.first.set()
+    await said("a gateway has connected")
+    stop.set()
+    worker.idle.set()
+    await life
+
+
 class FakeChange:
     def __init__(self) -> None:
         self.is_due = asyncio.Event()
