@@ -17,8 +17,9 @@ from typing import Any, cast
 from benchmarks.report import add_arguments, leave
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.limits import SERVICE_CLASSES
+from gateway.observability.bottlenecks import BottleneckWatch
 from gateway.observability.history import AnswerStory, History, Query, Row
-from gateway.observability.metrics import Metrics
+from gateway.observability.metrics import STATES, Metrics
 from gateway.topology.reports import WorkerLoad
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL
 from services.scheduling.routing.router import Router
@@ -81,7 +82,10 @@ def seconds(history: History, num_workers: int, *, is_watched: bool) -> Round:
         metrics.of("model", service_class).ttft_s.observe(0.1)
     load = WorkerLoad(pages_total=1000, pages_free=1000, prefill_speed=DEFAULT_PREFILL, decode_speed=DEFAULT_DECODE)
     members = [_member(number, load) for number in range(num_workers)]
-    requests = SimpleNamespace(log=SimpleNamespace(history=history), num_queued=0, num_running=0)
+    population = {("model", one, state): 1 for one in SERVICE_CLASSES for state in STATES}
+    bottlenecks = BottleneckWatch(lambda: members, lambda: population, busy_s=time.thread_time)
+    log = SimpleNamespace(history=history)
+    requests = SimpleNamespace(log=log, num_queued=0, num_running=0, bottlenecks=bottlenecks)
     feed = Feed(
         cast(Any, requests),
         topology=cast(Any, SimpleNamespace(members=lambda: members)),

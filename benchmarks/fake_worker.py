@@ -183,13 +183,13 @@ async def serve(redis_url: str, cluster: str, *, step_s: float, tokens_per_step:
     workers.prefill = SessionServer(
         incarnation=prefill_incarnation,
         handlers={"prefill": workers.compute, "cancel": workers.cancel},
-        reports=Reports(workers.load),
+        reports=Reports(workers.load, counts=lambda: worker_pb2.WorkerCounts(step_s=0.0)),
         on_session_closed=workers.close,
     )
     workers.decode = SessionServer(
         incarnation=decode_incarnation,
         handlers={"admit": workers.admit, "cancel": workers.cancel},
-        reports=Reports(workers.load),
+        reports=Reports(workers.load, counts=lambda: worker_pb2.WorkerCounts(step_s=0.0)),
         on_session_closed=workers.close,
     )
     secrets = Secrets()

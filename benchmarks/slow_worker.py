@@ -37,17 +37,18 @@ SAMPLE_S = 0.1
 class Throttle:
     """Lets a process run for a small part of the time."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, running_share: float = RUNNING_SHARE) -> None:
         self._pid = pid
+        self._running_share = running_share
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         try:
             while True:
                 os.kill(self._pid, signal.SIGSTOP)
-                await asyncio.sleep(PERIOD_S * (1 - RUNNING_SHARE))
+                await asyncio.sleep(PERIOD_S * (1 - self._running_share))
                 os.kill(self._pid, signal.SIGCONT)
-                await asyncio.sleep(PERIOD_S * RUNNING_SHARE)
+                await asyncio.sleep(PERIOD_S * self._running_share)
         finally:
             os.kill(self._pid, signal.SIGCONT)
 

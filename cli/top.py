@@ -88,6 +88,9 @@ def frame(
     troubles = [f"!! {one['kind']} {one['subject']}: {one['cause']}" for one in data.get("troubles", ())]
     if troubles:
         lines += [*((line, True) for line in troubles[:MAX_TROUBLES]), ("", False)]
+    held_back = [f"{one['model']} is held back: {one['said']}" for one in data.get("bottlenecks", ())]
+    if held_back:
+        lines += [*((line, True) for line in held_back[:MAX_TROUBLES]), ("", False)]
     workers = _table(_WORKER_HEADINGS, [_worker(worker) for worker in data["workers"]])
     lines += _headed(workers if data["workers"] else ["no worker is registered"], is_table=bool(data["workers"]))
     found = [(f"{one['id']}: {one['circuit_found']}", False) for one in data["workers"] if one.get("circuit_found")]

@@ -47,6 +47,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.trouble_watch import TroubleWatch, circuits, quarantined, unreadable_keys
 from gateway.topology.troubles import Found, Kind, Troubles
 from services.cluster.batches import BatchStore
+from services.cluster.decision_board import DecisionBoard
 from services.cluster.files import FILE_TIMEOUT_S, FileStore, Room
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
@@ -73,8 +74,7 @@ ANSWER_S = 1.0
 MAX_ADMIN_CONNECTIONS = 256
 MAX_GRPC_CONNECTIONS = 4096
 HTTP_PART, GRPC_PART = 2, 4
-"""HTTP may have one in two of the files that the process may open, gRPC one in four. The rest is for workers and Redis.
-"""
+"""HTTP may have one in two of the files that the process may open, gRPC one in four: workers and Redis need some."""
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ class Gateway:
         self.stored.background.start()
         self._storage.start()
         self._trouble_watch.start()
-        self._feed.start()
+        self._feed.start(DecisionBoard(self._page_store))
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
             asyncio.create_task(self._tell_readiness(), name="readiness"),

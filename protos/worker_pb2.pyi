@@ -921,6 +921,9 @@ class WorkerCounts(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    """Seconds for which the engine has computed. Absent: the worker does not count them."""
     @_builtins.property
     def proposed_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Tokens that were proposed and computed along with others, by where they are from: ngram, draft."""
@@ -944,12 +947,15 @@ class WorkerCounts(_message.Message):
         accepted_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         preemptions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         host_tier: Global___HostTierCounts | None = ...,
+        step_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host_tier", b"host_tier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_s", b"_step_s", "host_tier", b"host_tier", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "host_tier", b"host_tier", "preemptions", b"preemptions", "proposed_tokens", b"proposed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_s", b"_step_s", "accepted_tokens", b"accepted_tokens", "host_tier", b"host_tier", "preemptions", b"preemptions", "proposed_tokens", b"proposed_tokens", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
+    _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
 
 Global___WorkerCounts: _TypeAlias = WorkerCounts  # noqa: Y015
 

@@ -57,10 +57,12 @@ class Watched:
     errors: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    async def shot(self, name: str, *, full: bool = False) -> None:
-        """Takes a picture into the folder that TANDEM_SCREENSHOTS names, if it names one."""
+    async def shot(self, name: str, *, full: bool = False, of: str = "") -> None:
+        """Takes a picture into the folder that TANDEM_SCREENSHOTS names, if it names one; `of`: of this element."""
         folder = os.environ.get("TANDEM_SCREENSHOTS")
-        if folder:
+        if folder and of:
+            await self.page.locator(of).screenshot(path=Path(folder) / f"{name}.png")
+        elif folder:
             await self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=full)
 
     async def is_too_wide(self) -> bool:

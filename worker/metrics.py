@@ -219,6 +219,7 @@ class WorkerMetrics:
         """What gateways are told of it, whether /metrics is served or not; a copy."""
         counts = worker_pb2.WorkerCounts()
         counts.CopyFrom(self._counts)
+        counts.step_s = self._steps.seconds.sum
         if self._tier is not None:
             stats, tier = self._tier(), counts.host_tier
             tier.total_pages, tier.free_pages, tier.held_pages = stats.total, stats.free, stats.held

@@ -5,6 +5,7 @@ some. Knows no HTTP.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -21,10 +22,15 @@ from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
+from services.cluster.connections import end_task
+from services.cluster.decision_board import DecisionBoard, ShownDecision
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import StoreUnavailable
 from services.runtime.identity import identity_fields
 
 TICK_S = 1.0
+BOARD_S = 5.0
+"""The time between two looks at the autoscaler's decisions."""
 MAX_WATCHERS = 16
 MAX_OPEN = 50
 """The answers that wait or run which an update names, those that came first."""
@@ -62,26 +68,30 @@ class Feed:
         self._topology = topology
         self._metrics = metrics
         self._facts = facts
+        self._decisions: list[ShownDecision] = []
         self._troubles = troubles or Troubles()
         self._clock = clock
         self._series = Series(metrics.ttft_s.bounds, metrics.itl_s.bounds)
         self._watchers: dict[_Watcher, None] = {}
-        self._ticking: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Begins to take the figures of every second."""
-        self._ticking = asyncio.create_task(self._tick_for_ever(), name="dashboard")
+    def start(self, board: DecisionBoard) -> None:
+        """Begins to take the figures of every second, and to follow the autoscaler's decisions."""
+        self._tasks = [
+            asyncio.create_task(self._tick_for_ever(), name="dashboard"),
+            asyncio.create_task(self._follow_decisions(board), name="decisions"),
+        ]
 
     async def close(self) -> None:
         """Ends taking figures, and all watching."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.wait((self._ticking,))
+        for task in self._tasks:
+            await end_task(task)
         for watcher in self._watchers:
             watcher.put(None)
 
     def tick(self) -> None:
-        """Takes the figures of this second, and tells the watchers."""
+        """Takes the figures of this second, looks for what is full, and tells the watchers."""
+        self._requests.bottlenecks.look()
         ttft, itl, generated, prompt, cached = self._metrics.totals()
         ended = dict(self._requests.log.history.num_ended)
         queued, running = self._requests.num_queued, self._requests.num_running
@@ -160,6 +170,8 @@ class Feed:
             },
             "workers": [self._worker(member, circuits.get(member.record.id)) for member in self._topology.members()],
             "troubles": [asdict(trouble) for trouble in self._troubles.all()],
+            "decisions": self._decisions,
+            "bottlenecks": self._requests.bottlenecks.told(),
         }
 
     def _figures(self, seconds: int) -> dict[str, Any]:
@@ -210,6 +222,12 @@ class Feed:
                 "temperature_c": member.gpu_facts.temperature_c,
             },
         }
+
+    async def _follow_decisions(self, board: DecisionBoard) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # What was read last stays.
+                self._decisions = await board.read()
+            await asyncio.sleep(BOARD_S)
 
     async def _tick_for_ever(self) -> None:
         loop = asyncio.get_running_loop()

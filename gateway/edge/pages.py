@@ -142,6 +142,7 @@ class ClusterPage:
             "expected": topology.presence.expected,
             "gone": [_gone_json(gone) for gone in topology.presence.gone],
             "troubles": self._troubles.all(),
+            "bottlenecks": requests.bottlenecks.told(),
         }
 
 

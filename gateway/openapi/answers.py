@@ -400,6 +400,35 @@ class Trouble(Exact):
     since_unix_s: float
 
 
+class ResourceLoad(Exact):
+    """The share of a role's resource that is taken, from 0 to 1."""
+
+    role: Literal["prefill", "decode", "gateway"]
+    resource: Literal["compute", "link", "pages"]
+    load: float
+
+
+class Gain(Exact):
+    """What one more worker of a role, or gateway, would bring: a `share` of requests more, until `then` is full."""
+
+    role: Literal["prefill", "decode", "gateway"]
+    share: float
+    then: str
+
+
+class Bottleneck(Exact):
+    """What holds a model back, and since when. `said` says it to people; `is_batch_only`: no other work runs."""
+
+    model: str
+    role: Literal["prefill", "decode", "gateway"]
+    resource: Literal["compute", "link", "pages", "queue"]
+    said: str
+    since_unix_s: float
+    is_batch_only: bool
+    loads: list[ResourceLoad]
+    gains: list[Gain]
+
+
 class ClusterState(Exact):
     """The cluster as this gateway sees it now. `expected` are numbers of workers by role, where they are given."""
 
@@ -407,6 +436,7 @@ class ClusterState(Exact):
     expected: dict[str, int]
     gone: list[GoneWorker]
     troubles: list[Trouble]
+    bottlenecks: list[Bottleneck]
     redis: RedisState
     workers: list[Worker]
     cut_pairs: list[CutPair]

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from gateway.limits import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, SLOW_REQUEST_S, ModelLimits
 from gateway.models.answer_text import AnswerText
 from gateway.models.catalog import ModelCatalog, ServedModel
+from gateway.observability.bottlenecks import BottleneckWatch
 from gateway.observability.history import History
 from gateway.observability.metrics import STATES, Metrics
 from gateway.observability.request_log import CallFacts, RequestLog, code_of, outcome_of
@@ -107,6 +108,9 @@ class Requests:
         )
         self._failover = Failover(self._quarantine, dispatcher, policies=policies, metrics=metrics, clock=clock)
         self._moves = Moves(topology=topology, dispatcher=dispatcher, metrics=metrics)
+        itl_target_s = self.log.history.targets.itl_s
+        self.bottlenecks = BottleneckWatch(topology.members, self._population, itl_target_s=itl_target_s, clock=clock)
+        metrics.watch(self.bottlenecks)
         metrics.watch_requests(self._population)
         metrics.watch_breakers(lambda: dispatcher.num_open_breakers, dispatcher.circuit, dispatcher.watch.num_openings)
 

@@ -1,5 +1,6 @@
 """What workers have counted since they started, as they tell the gateway: for readers only, no decision uses it."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,12 +29,16 @@ class HostTierPages:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A worker's counts: `proposed` and `accepted` are tokens by source, `preemptions` are sequences by kind."""
+    """A worker's counts: `proposed` and `accepted` are tokens by source, `preemptions` are sequences by kind.
+
+    `step_s`: seconds for which its engine has computed; None: it does not count them.
+    """
 
     proposed: Mapping[str, int]
     accepted: Mapping[str, int]
     preemptions: Mapping[str, int]
     host_tier: HostTierPages | None
+    step_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the counts as `/cluster` and the dashboard show them."""
@@ -70,6 +75,7 @@ def read_counts(message: worker_pb2.WorkerCounts) -> Counts:
         )
         if message.HasField("host_tier")
         else None,
+        message.step_s if message.HasField("step_s") and math.isfinite(message.step_s) else None,
     )
 
 

@@ -9,6 +9,7 @@ from planning.autoscaler.config import AutoscalerConfig
 from planning.autoscaler.decisions import Begin, DecisionLog
 from planning.autoscaler.gateways import Gateways
 from planning.autoscaler.service import Service
+from services.cluster.decision_board import DecisionBoard
 from services.cluster.leadership import Leadership
 from services.cluster.redis_store import Store
 from services.runtime import config, logs, process, service_manager
@@ -41,6 +42,7 @@ async def serve(settings: AutoscalerConfig) -> None:
         await leadership.renew()
         leadership.start()
     service = Service(gateways, settings.make_actor(), log=log, targets=settings.targets, leadership=leadership)
+    service.board = None if store is None else DecisionBoard(store)
     with process.stop_signals() as stop:
         service_manager.tell_ready("deciding")
         try:

@@ -15,8 +15,10 @@ from planning.autoscaler.need import Speeds, WorkerFacts, measured
 from planning.autoscaler.policy import Decision, Observation
 from planning.planner.bounds import prompt_s
 from planning.planner.question import LatencyTargets
+from services.cluster.decision_board import DecisionBoard, ShownDecision
 from services.cluster.leadership import Leadership
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import StoreUnavailable
 from services.runtime.worker_state import WorkerState
 
 GUESSED_PROMPT, GUESSED_ANSWER = 512.0, 128.0
@@ -45,7 +47,10 @@ class Service:
         self._leadership = leadership
         self._clock = clock
         self._speeds: Speeds | None = None
+        self.board: DecisionBoard | None = None
+        """Where gateways see what it orders; None: they do not."""
         self._told = ""
+        self._shown = ""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Looks at once, so that the next look can count, and then once in an interval until `stop` is set."""
@@ -75,6 +80,7 @@ class Service:
         done = await self._carry_out(decision, wanted)
         look = Look(seen=observation, speeds=self._speeds, decision=decision, done=done, troubles=tuple(seen.troubles))
         self._write(look)
+        await self._show(look)
         self._tell("; ".join([done, *seen.troubles]), reason=decision.reason)
         return look
 
@@ -117,6 +123,16 @@ class Service:
             self._log.write(look)
         except OSError as error:
             logger.warning("the log of decisions cannot be written", extra={"reason": error.strerror})
+
+    async def _show(self, look: Look) -> None:
+        """Puts what was ordered, or why it could not be, where gateways see it."""
+        if self.board is None or look.done.startswith("nothing") or look.done == self._shown:
+            return
+        try:
+            await self.board.put(ShownDecision(look.seen.now_s, look.done, look.decision.reason))
+            self._shown = look.done
+        except StoreUnavailable as error:
+            logger.warning("gateways cannot be told of a decision", extra={"reason": str(error)})
 
     def _tell(self, words: str, *, reason: str = "") -> None:
         """Writes a line to the log where there is something new to tell."""

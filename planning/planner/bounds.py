@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from planning.planner.question import CHUNK_TOKENS, Kind, LatencyTargets, Workload
 from planning.simulator.report import percentile
+from services.scheduling.capacity import largest_batch, tokens_per_s
 
 MARGIN = 1.05
 """A target must be this many times what an idle worker takes."""
@@ -76,16 +77,10 @@ def most_per_s(kind: Kind, workload: Workload, *, step_target_s: float | None) -
     """
     context = workload.mean_prompt + workload.mean_answer / 2
     most = max(1, min(kind.max_batch, int(kind.kv_tokens / (workload.mean_prompt + workload.mean_answer))))
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        step_s = kind.profile.law.decode_at(middle).step_s(middle, middle * context)
-        if step_target_s is None or step_s <= step_target_s:
-            low = middle
-        else:
-            high = middle - 1
-    step_s = kind.profile.law.decode_at(low).step_s(low, low * context)
-    return low / (max(1.0, workload.mean_answer - 1) * step_s), low
+    line_at = kind.profile.law.decode_at
+    batch = largest_batch(line_at, most, context_tokens=context, step_target_s=step_target_s)
+    per_s = tokens_per_s(line_at(batch), batch, context_tokens=context)
+    return per_s / max(1.0, workload.mean_answer - 1), batch
 
 
 def step_target_s(prefill: Kind, *, targets: LatencyTargets, workload: Workload) -> float | None:

@@ -108,6 +108,11 @@ class Keys:
         return self.prefix + "autoscaler"
 
     @property
+    def decisions(self) -> str:
+        """String: the autoscaler's last 10 decisions as JSON, latest first; expires a day after the last one."""
+        return self.prefix + "decisions"
+
+    @property
     def gateways(self) -> str:
         """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
 

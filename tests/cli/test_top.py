@@ -215,3 +215,10 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_what_holds_models_back_stands_above_the_workers() -> None:
+    bottlenecks = [{"model": "demo", "said": "97% of what prefill workers can compute is taken"}]
+    lines = frame(data(bottlenecks=bottlenecks), [], width=120, height=60)
+    assert "demo is held back: 97% of what prefill workers can compute is taken" in lines
+    assert not any("held back" in line for line in frame(data(), [], width=120, height=60))

@@ -106,19 +106,9 @@ def _computing(role: str, worker: str, seconds: int, *, model: str = "m") -> Ser
     }
 
 
-def _imbalance(busy: str, idle: str) -> Case:
-    return Case(
-        fires={**_computing(busy, "b", 57), **_computing(idle, "i", 19)},
-        quiet={
-            **_computing(busy, "b", 57),
-            **_computing(idle, "i", 24),
-            **_computing(busy, "c", 48, model="n"),
-            **_computing(idle, "j", 19, model="n"),
-        },
-        at=20,
-        until=50,
-        labels={"model": "m"},
-    )
+def _held_back(work: str = "urgent", gateway: str = "g") -> str:
+    where = 'model="m",role="prefill",resource="compute"'
+    return f'tandem_bottleneck{{{where},work="{work}",instance="{gateway}"}}'
 
 
 def _gpu(state: str) -> str:
@@ -347,8 +337,14 @@ CASES: Mapping[str, Sequence[Case]] = {
             labels={"role": "decode", "model": "m"},
         ),
     ),
-    "TandemPrefillIsTheBottleneck": (_imbalance("prefill", "decode"),),
-    "TandemDecodeIsTheBottleneck": (_imbalance("decode", "prefill"),),
+    "TandemHeldBack": (
+        Case(
+            fires={_held_back(): "1x5 _x40", _held_back(gateway="h"): "_x5 1x40"},
+            quiet={_held_back("batch"): "1x40", _held_back(): "1x8 0x40"},
+            at=10,
+            labels={"model": "m", "role": "prefill", "resource": "compute"},
+        ),
+    ),
     "TandemLayoutMismatch": (
         Case(
             fires={

@@ -19,20 +19,6 @@ def _certificate(days: int, severity: str) -> Alert:
     )
 
 
-def _imbalance(busy: str, idle: str, advice: str) -> Alert:
-    role = 'avg by (model) (tandem:worker_utilisation:ratio{role="%s"})'
-    return Alert(
-        name=f"Tandem{busy.capitalize()}IsTheBottleneck",
-        expr=f"{role % busy} > {limit.UTILISATION_HIGH:g} and {role % idle} < 0.5 * {limit.UTILISATION_LOW:g}",
-        for_="15m",
-        severity="info",
-        summary=f"{busy} workers of {{{{ $labels.model }}}} are busy and {idle} workers idle",
-        meaning=f"The cluster has too few {busy} workers for the {idle} workers it has.",
-        look="utilisation by role, and lengths of prompts and answers, whose mix may have changed.",
-        action=advice,
-    )
-
-
 GATEWAYS = (
     Alert(
         name="TandemNoGateway",
@@ -181,10 +167,20 @@ WORKERS = (
         look="the trend of the last days.",
         action="Add workers of the role.",
     ),
-    _imbalance(
-        "prefill", "decode", "Turn a decode worker into a prefill worker, or set --local-prefill-tokens higher."
+    Alert(
+        name="TandemHeldBack",
+        expr='max by (model, role, resource) (tandem_bottleneck{work="urgent"}) > 0',
+        for_="10m",
+        severity="info",
+        summary="{{ $labels.model }} is held back by: {{ $labels.role }}, {{ $labels.resource }}",
+        meaning="This resource has had no time or room left for ten minutes, so requests wait for it; of work that "
+        "nobody waits for (batch) this is not said.",
+        look="`tandem top`, the dashboard or /cluster, which say what one more worker of each role would bring, and "
+        "tandem_resource_load_ratio.",
+        action="compute: add a worker of the role, or change the role of one that has time; pages: add decode "
+        "workers or raise --kv-memory; link: look after the network, or raise --local-prefill-tokens; "
+        "gateway: add gateways; queue: see circuits and `--tenants`.",
     ),
-    _imbalance("decode", "prefill", "Turn a prefill worker into a decode worker, or set --local-prefill-tokens lower."),
     Alert(
         name="TandemLayoutMismatch",
         expr="count by (model) (count by (model, layout) (tandem:worker_info)) > 1 "

@@ -1,6 +1,6 @@
 // The workers: gateway, then prefill, then decode, each with its pages, its queue and its speed.
 
-import {$, count, make, rate, say, time} from "./dom.js";
+import {$, clock, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
@@ -24,6 +24,8 @@ export function show(state) {
   say(columns.gateway.querySelector(".id"), state.gateway.id);
   setFacts(columns.gateway.querySelector("dl"), facts);
   showTroubles(state.troubles);
+  showBottlenecks(state.bottlenecks);
+  showDecisions(state.decisions);
   const seen = new Set();
   for (const role of ["prefill", "decode"]) {
     const workers = state.workers.filter((worker) => worker.role === role);
@@ -57,6 +59,29 @@ function showTroubles(troubles) {
   troubles.forEach((trouble, index) => {
     say(list.children[index].firstChild, `⚠ ${trouble.kind} ${trouble.subject}: ${trouble.cause}`);
     say(list.children[index].lastChild, `${trouble.remedy} (since ${new Date(trouble.since_unix_s * 1000).toLocaleString()})`);
+  });
+}
+
+// What is full and what more workers would bring: one sentence for each model that is held back.
+function showBottlenecks(bottlenecks) {
+  const list = $("bottlenecks");
+  list.hidden = bottlenecks.length === 0;
+  if (list.children.length !== bottlenecks.length) list.replaceChildren(...bottlenecks.map(() => make("li", {}, make("p", {class: "trouble"}), make("p", {class: "note"}))));
+  bottlenecks.forEach((one, index) => {
+    const [what, ...gains] = one.said.split("; ");
+    say(list.children[index].firstChild, `⧗ ${one.model} is held back: ${what}`);
+    say(list.children[index].lastChild, `${gains.join("; ") || "more workers would bring nothing"} (since ${new Date(one.since_unix_s * 1000).toLocaleString()})`);
+  });
+}
+
+// The autoscaler's last decisions, each with its reason.
+function showDecisions(decisions) {
+  $("decisions-box").hidden = decisions.length === 0;
+  const list = $("decisions");
+  if (list.children.length !== decisions.length) list.replaceChildren(...decisions.map(() => make("li", {}, make("p"), make("p", {class: "note"}))));
+  decisions.forEach((decision, index) => {
+    say(list.children[index].firstChild, `${clock(decision.at_unix_s * 1000)} ${decision.done}`);
+    say(list.children[index].lastChild, decision.reason);
   });
 }
 

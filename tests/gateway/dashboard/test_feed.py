@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.dashboard import feed
+from services.cluster.decision_board import DecisionBoard, ShownDecision
+from services.runtime.errors import StoreUnavailable
 
 
 def data_of(line: str) -> Any:
@@ -94,3 +96,27 @@ async def test_a_second_that_fails_is_not_the_last_one(
     before = system.gateway._feed.snapshot(1)["series"]["unix_s"]
     monkeypatch.undo()
     await system.until(lambda: system.gateway._feed.snapshot(1)["series"]["unix_s"] != before)
+
+
+async def test_decisions_of_an_autoscaler_are_shown_and_stay_while_redis_is_away(
+    make_system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "BOARD_S", 0.02)
+    system = await make_system()
+    watched, board = system.gateway._feed, DecisionBoard(system.gateway._page_store)
+    assert watched.snapshot(1)["decisions"] == []
+    decision = ShownDecision(1000.0, "ordered 2:1 in place of 1:1", "more came")
+    await board.put(decision)
+    await system.until(lambda: watched.snapshot(1)["decisions"] == [decision])
+    asked = 0
+
+    async def fail(board: DecisionBoard) -> None:
+        nonlocal asked
+        asked += 1
+        raise StoreUnavailable("Redis did not answer")
+
+    monkeypatch.setattr(DecisionBoard, "read", fail)
+    await system.until(lambda: asked >= 2)
+    assert watched.snapshot(1)["decisions"] == [decision]
+    page = (await system.http.get("/dashboard/data")).json()
+    assert page["decisions"] == [{"at_unix_s": 1000.0, "done": "ordered 2:1 in place of 1:1", "reason": "more came"}]

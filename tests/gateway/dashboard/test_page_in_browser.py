@@ -9,6 +9,7 @@ from playwright.async_api import expect
 
 from gateway.access.keys import digest_of_key, new_key
 from protos import cluster_pb2
+from services.cluster.decision_board import DecisionBoard, ShownDecision
 from tests.browser import DESKTOP, PALE, PHONE, TIMEOUT_MS, UNNAMED, Watched, browser_page
 
 ODD_NAME = "<img src=x onerror=alert(1)>"
@@ -245,7 +246,7 @@ async def test_requests_of_another_gateway_take_the_place_of_all_that_were_shown
         history.last_number = 0
         await system.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "of-another"})
         await system.until(lambda: history.last_number == 1)
-        feed.start()
+        feed.start(DecisionBoard(system.gateway._page_store))
         await expect(page.locator("#list tbody tr")).to_have_count(1)
         await expect(page.locator("#list tbody")).to_contain_text("of-another")
 
@@ -290,7 +291,7 @@ async def test_empty_states_are_explained_and_lost_connections_come_back(make_sy
 
         await system.gateway._feed.close()
         await expect(page.locator("#link")).to_have_text("connection lost, trying again")
-        system.gateway._feed.start()
+        system.gateway._feed.start(DecisionBoard(system.gateway._page_store))
         await expect(page.locator("#link")).to_have_text("live")
         await system.add_pair(pair)
         await expect(page.locator(".worker")).to_have_count(2)
@@ -305,3 +306,22 @@ async def test_empty_states_are_explained_and_lost_connections_come_back(make_sy
         await expect(page.locator("#link")).to_have_text("live")
         await page.evaluate("location.hash = '#request=not-there'")
         await expect(page.locator("#story")).to_contain_text("no such request is remembered here")
+
+
+async def test_what_holds_models_back_and_what_the_autoscaler_did_are_told_as_text(
+    system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"{ODD_NAME} is full; one more decode worker: +40% requests"
+    bottleneck = {"model": "tiny", "said": said, "since_unix_s": 1000.0}
+    monkeypatch.setattr(system.gateway.requests.bottlenecks, "told", lambda: [bottleneck])
+    await DecisionBoard(system.gateway._page_store).put(ShownDecision(1000.0, "ordered 2:1", f"{ODD_NAME} came"))
+    async with browser_page(PHONE) as watched:
+        page = await open_page(watched, system)
+        await expect(page.locator("#bottlenecks .trouble")).to_have_text(f"⧗ tiny is held back: {ODD_NAME} is full")
+        await expect(page.locator("#bottlenecks .note")).to_contain_text("one more decode worker: +40% requests (since")
+        await expect(page.locator("#decisions")).to_contain_text("ordered 2:1", timeout=20_000)
+        await expect(page.locator("#decisions .note")).to_have_text(f"{ODD_NAME} came")
+        assert not await watched.is_too_wide()
+        monkeypatch.setattr(system.gateway.requests.bottlenecks, "told", list)
+        await expect(page.locator("#bottlenecks")).to_be_hidden()
+        check_clean(watched, system)

@@ -16,6 +16,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.connections import Connections
 from gateway.http.metrics import HttpUse
 from gateway.limits import SERVICE_CLASSES
+from gateway.observability.bottlenecks import BottleneckWatch
 from gateway.observability.metrics import MAX_TENANTS, OTHER_TENANTS, Metrics
 from gateway.topology.counts import Counts, HostTierPages
 from gateway.topology.presence import Presence
@@ -24,6 +25,7 @@ from gateway.topology.troubles import Troubles
 from protos import worker_pb2
 from services.cluster.memory import MemoryUse, StorageBounds
 from services.engine.cache.host_tier import HostTierStats
+from services.runtime.clock import ManualClock
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_facts import GpuFacts
@@ -443,7 +445,13 @@ def all_moved():
     )
     metrics.note_storage(use, StorageBounds(file_bytes=2, journal_bytes=2, answer_bytes=2))
     metrics.watch(HttpUse(Connections(), Bodies(0)))
-    metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
+    population, clock = {("tiny", "normal", "queued"): 1}, ManualClock()
+    metrics.watch_requests(lambda: population)
+    bottlenecks = BottleneckWatch(list, lambda: population, clock=clock)
+    metrics.watch(bottlenecks)
+    for _ in range(2):
+        clock.advance(10.0)
+        bottlenecks.look()
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})
     metrics.watch_troubles(Troubles(), Presence(lambda: {"decode": 1}))
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)

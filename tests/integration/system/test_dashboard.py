@@ -29,7 +29,7 @@ NUM_ENDED = 20
 """The page has something to show by then."""
 SECONDS_SHOWN = 90 if os.environ.get("TANDEM_SCREENSHOTS") else 10
 WAIT_S = 300
-TALL = (1100, 1460)
+TALL, WIDE = (1100, 1460), (1100, 900)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 expect.set_options(timeout=4 * TIMEOUT_MS)
@@ -148,4 +148,20 @@ async def test_a_cluster_under_load_is_seen() -> None:
             await expect(page.locator(".plot").first).to_have_attribute("width", re.compile("^3[0-9][0-9]$"))
             assert not await watched.is_too_wide()
             await watched.shot("dashboard-phone")
+            assert watched.errors == []
+
+
+async def test_decisions_of_the_autoscaler_are_explained() -> None:
+    scaling = ("--autoscale=1:4", "--scale-every=1", "--scale-start-up=10", "--scale-settle=5", "--scale-headroom=10")
+    with running_cluster("--kv-pages", "192", "--threads", "1", *scaling) as cluster:
+        async with load(cluster.http), browser_page(WIDE) as watched:
+            page = watched.page
+            await page.goto(f"{cluster.http}/dashboard")
+            ordered = page.locator("#decisions li", has_text=re.compile("ordered [0-9]:[0-9] in place of"))
+            await expect(ordered.first).to_be_visible(timeout=WAIT_S * 1000)
+            await expect(ordered.first.locator(".note")).to_contain_text(
+                re.compile("becomes [0-9]:[0-9].*requests/s within .* prefill and .* decode workers")
+            )
+            await watched.shot("dashboard-decisions", of="#cluster")
+            assert await page.evaluate(PALE) == []
             assert watched.errors == []

@@ -14,6 +14,7 @@ from planning.autoscaler.kubernetes import KubernetesActor
 from planning.autoscaler.policy import AutoscalerSettings
 from planning.autoscaler.service import Service
 from planning.planner.question import LatencyTargets
+from services.cluster.decision_board import DecisionBoard
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.leadership import Leadership
 from services.cluster.redis_store import Store
@@ -36,7 +37,7 @@ class World:
         self.comes = 100
         """The most pods of a role that come."""
 
-    def service(self, leadership: Leadership | None = None) -> Service:
+    def service(self, leadership: Leadership | None = None, board: DecisionBoard | None = None) -> Service:
         actor = KubernetesActor(
             self.kubernetes.url,
             "statefulsets/tandem-prefill",
@@ -46,7 +47,9 @@ class World:
         log = DecisionLog(None, Begin(settings=LIMITS, targets=LatencyTargets()), since_s=0.0)
         gateways = Gateways([self.gateway.url], clock=self.clock)
         gateways.look()
-        return Service(gateways, actor, log=log, targets=LatencyTargets(), leadership=leadership, clock=self.clock)
+        made = Service(gateways, actor, log=log, targets=LatencyTargets(), leadership=leadership, clock=self.clock)
+        made.board = board
+        return made
 
     def pass_by(self, rate_per_s: float) -> None:
         """Ten seconds: what was ordered before has come, and requests came and ended."""
@@ -123,6 +126,32 @@ async def test_of_two_copies_one_acts_until_it_is_gone(world: World) -> None:
         assert world.sizes == Sizes(1, 1)
         await leases[1].close()
         await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_gateways_see_what_was_ordered_and_why(world: World) -> None:
+    with EmbeddedRedis() as redis:
+        store = Store(redis.url, cluster="test", timeout_s=2.0)
+        board = DecisionBoard(store)
+        service, ordered = world.service(board=board), []
+        for rate in [0.1] + [0.6] * 5:
+            world.pass_by(rate)
+            look = await service.step()
+            assert look is not None
+            if look.done.startswith("ordered"):
+                ordered.insert(0, (look.seen.now_s, look.done, look.decision.reason))
+        shown = [(one.at_unix_s, one.done, one.reason) for one in await board.read()]
+        assert len(ordered) >= 2
+        assert shown == ordered
+        lease = Leadership(store, store.keys.autoscaler, holder="a")
+        follower = world.service(lease, board)
+        world.pass_by(0.0)
+        await follower.step()
+        assert len(await board.read()) == len(shown), "a copy that may not act has ordered nothing"
+    world.pass_by(30.0)
+    look = await service.step()
+    assert look is not None
+    assert look.done.startswith("ordered"), "without Redis nobody sees it, and it is done"
+    await store.close()
 
 
 async def test_without_redis_nothing_is_done_and_it_says_why(world: World) -> None:
