@@ -31,6 +31,8 @@ MANY_LOGPROBS = 256
 """Tokens with log-probabilities that take at most some milliseconds to write."""
 T = TypeVar("T")
 
+OnTaken = Callable[[str, str], None]
+"""Is told a request's id, and its traceparent or an empty text."""
 TakeNow = Callable[[Delta], bool]
 """Delivers a delta at once and returns True, or returns False; see `FastPath`."""
 
@@ -52,6 +54,8 @@ class Answers(ABC):
     """The name of the model that answers."""
     fallback: str
     """The model in whose place it answers and why, or empty; see `AcceptedCall`."""
+    tier: str = ""
+    """The tier that was asked for, the model that answers, and why, or empty."""
     traceparent: str
     """The name of the request's span, or empty."""
     specs: Sequence[AnswerSpec]
@@ -95,7 +99,7 @@ class Generator:
         self._door = door
 
     def answers(
-        self, asked: Call | Ask, key: ApiKey, *, on_taken: Callable[[str, str], None]
+        self, asked: Call | Ask, key: ApiKey, *, on_taken: OnTaken
     ) -> contextlib.AbstractAsyncContextManager[Answers]:
         """The answers that a caller with this key asks for. Leaving the block ends what is generated for it alone.
 
@@ -107,7 +111,7 @@ class Generator:
         return _Generation(self._requests, asked, on_taken)
 
     @contextlib.asynccontextmanager
-    async def _attached(self, asked: Ask, key: ApiKey, on_taken: Callable[[str, str], None]) -> AsyncIterator[Answers]:
+    async def _attached(self, asked: Ask, key: ApiKey, on_taken: OnTaken) -> AsyncIterator[Answers]:
         async with self._journals.attach(asked) as reader:
             on_taken(reader.request_id, reader.traceparent)
             # Another key of the tenant may have begun it, and may be allowed more.
@@ -132,7 +136,7 @@ class _Generation:
     A class, because every request enters it, and an asynchronous generator costs several times as much.
     """
 
-    def __init__(self, requests: Requests, call: Call, on_taken: Callable[[str, str], None]) -> None:
+    def __init__(self, requests: Requests, call: Call, on_taken: OnTaken) -> None:
         self._requests = requests
         self._call = call
         self._on_taken = on_taken

@@ -11,11 +11,12 @@ from typing import TypeVar
 from grpc_health.v1 import health
 
 from gateway.access.door import FrontDoor
-from gateway.edge.generate import Answers, Generator
+from gateway.edge.generate import Answers
 from gateway.edge.grpc_chat import ChatReader, chat_call, without_name
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.grpc_context import Context, add_limits, authenticate, metadata
 from gateway.edge.grpc_messages import LENGTH, STOP, form_of, logprobs_of, usage_of
+from gateway.edge.tiers import TieredGenerator
 from gateway.http.bodies import Bodies
 from gateway.limits import (
     GRPC_PREFIX,
@@ -63,7 +64,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._door = door
         self._bodies = bodies
         self._requests = requests
-        self._generator = Generator(requests, journals, door)
+        self._generator = TieredGenerator(requests, journals, door)
         self._created_unix_s = int(time.time())
 
     async def Generate(
@@ -341,6 +342,8 @@ def _told(answers: Answers) -> tuple[tuple[str, str], ...]:
     said = [("x-tandem-model", header_value(answers.named_model))]
     if answers.fallback:
         said.append(("x-tandem-fallback", header_value(answers.fallback)))
+    if answers.tier:
+        said.append(("x-tandem-tier", header_value(answers.tier)))
     if answers.traceparent:
         said.append(("traceparent", answers.traceparent))
     return tuple(said)

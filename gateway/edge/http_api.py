@@ -23,9 +23,10 @@ from gateway.anthropic.request import MessagesRequest
 from gateway.anthropic.request import own_words as anthropic_words
 from gateway.anthropic.writer import MessagesWriter
 from gateway.edge.events import events
-from gateway.edge.generate import Answers, Generator
+from gateway.edge.generate import Answers
 from gateway.edge.http_calls import HttpCall, ask_of, read_call, unknown_to_template
 from gateway.edge.pages import ApiPages, OperatorPages, json_response
+from gateway.edge.tiers import TieredGenerator
 from gateway.edge.tokenization import Tokenization
 from gateway.http.bodies import Bodies, Claim
 from gateway.http.exchange import (
@@ -103,7 +104,7 @@ class HttpApi:
         self._metrics = metrics
         self._pages = pages
         self._api_pages = ApiPages(requests, door)
-        self._generator = Generator(requests, journals, door)
+        self._generator = TieredGenerator(requests, journals, door)
         self._pace = _USUAL_PACE
         self._fingerprints: dict[str, str] = {}
         """System fingerprints by the names of models."""
@@ -306,6 +307,8 @@ class HttpApi:
         exchange.add_header(b"x-tandem-model", header_value(answers.named_model))
         if answers.fallback:
             exchange.add_header(b"x-tandem-fallback", header_value(answers.fallback))
+        if answers.tier:
+            exchange.add_header(b"x-tandem-tier", header_value(answers.tier))
         writer = self._writer(answers, request, writer_type)
         if request.stream:
             last_event_id = exchange.optional_header(b"last-event-id")

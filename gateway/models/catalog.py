@@ -12,6 +12,7 @@ from gateway.limits import MAX_NAME_CHARS, MAX_TOKENIZE_CHARS, ModelLimits, chec
 from gateway.models.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
 from gateway.models.model_files import read_model_files
 from gateway.models.sampling_defaults import AUTO, read_defaults
+from gateway.models.tiers import Tier
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.turns import Turns
 from services.runtime.errors import InvalidRequest, NotFound
@@ -43,6 +44,8 @@ class ServedModel:
     """The most tokens of an answer of its own that stands in for a longer one; None: no such answer does."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for requests without these fields, by the fields' names."""
+    tier: Tier | None = None
+    """The name under which it answers unless a stronger model should, and when that is."""
 
 
 class ModelCatalog:
@@ -81,6 +84,11 @@ class ModelCatalog:
         model = self._by_any_name.get(name) if name else None
         return name if name and model is not None and name in model.adapters else ""
 
+    def tier_of(self, name: str | None) -> tuple[str, Tier] | None:
+        """Returns the cheap model of the tier with this name, and the tier; None: it is no tier's."""
+        model = self._by_any_name.get(name) if name else None
+        return (model.name, model.tier) if model is not None and model.tier and model.tier.name == name else None
+
     def resolve(self, name: str | None) -> ServedModel:
         """Returns the model that a client means; without a name, the only one.
 
@@ -105,6 +113,8 @@ def _names(model: ServedModel) -> Iterator[str]:
     yield model.name
     yield from model.aliases
     yield from sorted(model.adapters)
+    if model.tier is not None:
+        yield model.tier.name
 
 
 def load_catalog(
@@ -145,4 +155,5 @@ def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedMode
         keeps_answers=entry.keeps_answers,
         fallback_max_tokens=entry.fallback_max_tokens,
         sampling_defaults=read_defaults(entry.path, generation_config),
+        tier=entry.tier,
     )

@@ -12,10 +12,12 @@
     lora = {sql = "loras/sql"}    # with vLLM: adapters, by the names that clients use
     prefill = 1                   # how many of these are started
     decode = 2
+    tier = {name = "auto", stronger = "larger", check = ["finished"]}   # gateway/models/tiers.py
 
 Reads the file and nothing that it names; what is in a model's folder is `gateway.models.model_files`' business.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Annotated, Literal, Never
 
 from msgspec import Meta, Struct
 
+from gateway.models.tiers import CLASSIFIER_PATTERN, CheckName, Tier, load_classifier
 from services.hub.source import model_source
 from services.runtime import toml_file
 from services.runtime.adapters import MAX_ADAPTERS
@@ -30,6 +33,7 @@ from services.runtime.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
 MAX_MODELS = 64
+MAX_PATTERN_CHARS = 1000
 MAX_NAMES = 64
 """Aliases of one model, and entries of one fallback chain."""
 MAX_WORKERS = 256
@@ -66,6 +70,31 @@ class ModelEntry:
     engine: str | None = None
     lora: Mapping[str, Path] = field(default_factory=dict)
     """The folder of each adapter by the name that clients use."""
+    tier: Tier | None = None
+    """A name for requests that this model answers unless a stronger one should, and when that is."""
+
+
+class _TierTable(Struct, forbid_unknown_fields=True):
+    """A model's `tier` as it is written."""
+
+    name: _Name
+    stronger: _Name
+    long_prompt_chars: Annotated[int, Meta(ge=1)] | None = None
+    classifier: Annotated[str, Meta(pattern=CLASSIFIER_PATTERN)] | None = None
+    check: Annotated[list[CheckName], Meta(max_length=2)] = []
+    pattern: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN_CHARS)] | None = None
+
+    def tier(self) -> Tier:
+        """The tier. Raises ConfigError for a pattern or a classifier that cannot be used."""
+        try:
+            pattern = None if self.pattern is None else re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern: {error}") from error
+        classifier = None if self.classifier is None else load_classifier(self.classifier)
+        tier = Tier(self.name, self.stronger, self.long_prompt_chars, classifier, tuple(self.check), pattern)
+        if not (tier.has_check or classifier or self.long_prompt_chars):
+            raise ConfigError("check, pattern, classifier or long_prompt_chars must say when the stronger one answers")
+        return tier
 
 
 class _ModelTable(Struct, forbid_unknown_fields=True):
@@ -85,6 +114,8 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     engine: Literal["native", "vllm"] | None = None
     lora: Annotated[dict[_Name, Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Meta(max_length=MAX_ADAPTERS)] = {}
 
+    tier: _TierTable | None = None
+
     def entry(self, folder: Path) -> ModelEntry:
         """The model; a relative path begins at `folder`."""
         return ModelEntry(
@@ -99,6 +130,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
             num_decode=self.decode,
             engine=self.engine,
             lora={name: folder / Path(path).expanduser() for name, path in self.lora.items()},
+            tier=None if self.tier is None else self.tier.tier(),
         )
 
 
@@ -118,6 +150,7 @@ def parse_models(text: str, *, file: Path) -> tuple[ModelEntry, ...]:
         _check_folders(entries)
         _check_names(entries)
         _check_fallbacks(entries)
+        _check_tiers(entries)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}") from error
     return entries
@@ -149,11 +182,23 @@ def _check_names(entries: Sequence[ModelEntry]) -> None:
             if alias in named:
                 _refuse(place, alias, f"another name than {named[alias]} has already")
             named[alias] = place
-        for name in entry.lora:
-            place = f"model[{number}].lora.{name}"
+        others = [(f"lora.{name}", name) for name in entry.lora]
+        if entry.tier is not None:
+            others.append(("tier.name", entry.tier.name))
+        for key, name in others:
+            place = f"model[{number}].{key}"
             if name in named:
                 _refuse(place, name, f"another name than {named[name]} has already")
             named[name] = place
+
+
+def _check_tiers(entries: Sequence[ModelEntry]) -> None:
+    """The stronger model of a tier is another one of the file."""
+    names = [entry.name for entry in entries]
+    for number, entry in enumerate(entries):
+        if entry.tier is not None and entry.tier.stronger not in set(names) - {entry.name}:
+            place, rule = f"model[{number}].tier.stronger", "the name (no alias) of another model of this file"
+            _refuse(place, entry.tier.stronger, f"{rule}: {', '.join(names)}")
 
 
 def _check_fallbacks(entries: Sequence[ModelEntry]) -> None:

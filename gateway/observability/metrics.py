@@ -245,6 +245,9 @@ class Metrics:
             "Calls that another model answers than the one asked for: overloaded, unavailable.",
             *("asked", "answering", "reason"),
         )
+        self.tiers = self._counter(
+            "tier_answers", "Calls for a tier, by the model that answers and why.", *("tier", "answering", "reason")
+        )
         self.batch_rows = self._counter(
             "batch_rows",
             "Rows of batches by what came of asking them: completed, failed, expired, later.",

@@ -181,6 +181,10 @@ class Requests:
         """Notes that another model than the one asked for answers a call."""
         self._metrics.fallbacks.labels(asked, answering, reason).inc()
 
+    def note_tier(self, tier: str, answering: str, reason: str) -> None:
+        """Notes which model answers a call for a tier."""
+        self._metrics.tiers.labels(tier, answering, reason).inc()
+
     def open_answers(self, most: int) -> list[OpenAnswer]:
         """Returns the answers that wait or run now, those that came first, at most `most`."""
         now_s = self._clock.monotonic()

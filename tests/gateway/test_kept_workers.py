@@ -208,6 +208,28 @@ async def test_a_strict_pool_and_all_others_leave_each_other_alone(make_pools, a
     assert (len(kept.took), len(others.took)) == (NUM_WAITING + 1, 3)
 
 
+async def test_a_strict_pool_is_not_left_however_busy_its_workers_are(make_pools, add):
+    """The others' workers are idle, and its own have more to compute than may wait there."""
+    system = await make_pools('name = "slow"\nclasses = ["critical"]\nrule = "strict"')
+    kept, others = await add(system, "decode-a", pool="slow"), await add(system, "decode-0")
+    worker = system.workers["decode-a"]
+    worker.load.waiting_tokens = 1_000_000
+    worker.sessions.load_changed()
+    await system.until(lambda: member_of(system, "decode-a").load.waiting_tokens == 1_000_000)
+    task = asyncio.create_task(ask(system, "", service_class="critical"))
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    # All that wait have been looked at again by the time that another one has been served.
+    await finish(others, [asyncio.create_task(ask(system, ""))])
+    assert (kept.took, len(others.took), system.gateway.requests.num_queued) == ([], 1, 1)
+    worker.load.waiting_tokens = 0
+    worker.sessions.load_changed()
+    await finish(kept, [task])
+
+
+def member_of(system, worker_id):
+    return next(member for member in system.gateway.topology.members() if member.record.id == worker_id)
+
+
 async def test_a_strict_pool_without_a_worker_is_unavailable_and_is_named(make_pools, add):
     system = await make_pools('name = "slow"\nclasses = ["batch"]\nrule = "strict"')
     others = await add(system, "decode-0")
@@ -246,6 +268,18 @@ async def test_prompts_of_a_strict_pool_are_computed_in_it(make_pools, add, work
         assert (await system.http.post("/v1/completions", json=body)).status_code == 200
     for role in ("prefill", "decode"):
         assert [len(system.workers[f"{role}-{name}"].attempts) for name in ("a", "0")] == [3, 3]
+    worker = system.workers["prefill-a"]
+    worker.load.waiting_tokens = 1_000_000
+    worker.sessions.load_changed()
+    await system.until(lambda: member_of(system, "prefill-a").load.waiting_tokens == 1_000_000)
+    waiting = asyncio.create_task(ask(system, "", service_class="batch"))
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    assert await ask(system, "") == 200
+    assert [len(system.workers[f"prefill-{name}"].attempts) for name in ("a", "0")] == [3, 4]
+    worker.load.waiting_tokens = 0
+    worker.sessions.load_changed()
+    assert await waiting == 200
+    assert [len(system.workers[f"prefill-{name}"].attempts) for name in ("a", "0")] == [4, 4]
     shown = (await system.http.get("/cluster")).json()
     assert {worker["id"]: worker["pool"] for worker in shown["workers"]}["prefill-a"] == "slow"
     (pool,) = shown["pools"]

@@ -386,8 +386,22 @@ async def test_a_shorter_answer_is_the_last_that_is_tried(two_models, worker_typ
     assert {attempt.spec.sampling.max_tokens for attempt in worker.attempts} == {20, 4}
     metrics = (await system.http.get("/metrics")).text
     assert 'tandem_fallbacks_total{answering="large (shorter)",asked="large",reason="overloaded"} 1.0' in metrics
-    # One that is as short already is not called shorter.
-    assert said(await complete(system, allow_fallback=True, max_tokens=4)) == ("large", None)
+
+
+async def test_an_answer_that_is_as_short_already_has_no_shorter_one(two_models, worker_type):
+    system = await two_models(large={"fallback_max_tokens": 4}, max_queue_wait_s=1.0)
+    large = Answering(LARGE_ANSWER[:4])
+
+    async def decode(attempt):
+        is_first = attempt.key[0] == worker.attempts[0].key[0]
+        await (refuses if is_first else large.decode)(attempt)
+
+    worker = await add_decode(system, worker_type, "large", decode)
+    small = await add_decode(system, worker_type, "small", refuses)
+    answer = await complete(system, allow_fallback=True, max_tokens=4)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
+    assert small.attempts
+    assert len({attempt.key[0] for attempt in worker.attempts}) == 1
 
 
 async def test_a_kept_answer_goes_before_all_others(two_models, worker_type):

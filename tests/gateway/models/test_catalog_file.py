@@ -1,6 +1,8 @@
 """The models file: what it says, and one row per mistake with the field and the rule that the error names."""
 
 import itertools
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,29 @@ def test_what_else_stands_in_for_an_answer(file):
     assert (entry.keeps_answers, entry.fallback_max_tokens) == (False, None)
     with pytest.raises(ConfigError, match=r"model\[0\]\.fallback_max_tokens: Expected `int` >= 1"):
         parse_models(text + "fallback_max_tokens = 0", file=file)
+
+
+def test_a_tier_names_another_model_and_when_it_answers(file):
+    text = GOOD.replace('name = "small"', 'name = "small"\ntier = {TIER}')
+    good = 'name = "auto", stronger = "large", long_prompt_chars = 9, check = ["json"], pattern = "a+"'
+    tier = parse_models(text.replace("TIER", f'{good}, classifier = "json:loads"'), file=file)[2].tier
+    assert (tier.name, tier.stronger, tier.long_prompt_chars, tier.checks) == ("auto", "large", 9, ("json",))
+    assert (tier.pattern.pattern, tier.classifier) == ("a+", json.loads)
+    for bad, words in (
+        (
+            good.replace('"large"', '"small"'),
+            "model[2].tier.stronger is 'small' but must be the name (no alias) of another",
+        ),
+        (good.replace('"large"', '"default"'), "model[2].tier.stronger is 'default'"),
+        (good.replace('"auto"', '"default"'), "model[2].tier.name is 'default' but must be another name"),
+        (good.replace("a+", "a("), "pattern: missing ), unterminated subpattern"),
+        (good.replace('"json"', '"short"'), "model[2].tier.check[0]"),
+        (good + ', classifier = "json"', "model[2].tier.classifier"),
+        (good + ', classifier = "json:none"', "'json:none' cannot be imported"),
+        ('name = "auto", stronger = "large"', "must say when the stronger one answers"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            parse_models(text.replace("TIER", bad), file=file)
 
 
 def test_an_absolute_path_stays_as_it_is(file):

@@ -433,6 +433,7 @@ def all_moved():
     metrics.note_unlogged("slow")
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
+    metrics.tiers.labels("auto", "small", "cheap").inc()
     metrics.batch_rows.labels("completed").inc()
     use = MemoryUse(
         used_bytes=5,
