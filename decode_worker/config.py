@@ -14,17 +14,6 @@ from worker.config import WorkerConfig
 class DecodeWorkerConfig(WorkerConfig):
     """A decode worker: takes KV pages in and generates tokens for all its requests at once."""
 
-    transfer_port: int = option(
-        integer(0, 65535),
-        default=0,
-        help="Port on --host at which pages arrive over the channel tcp, or over nccl where that is the only one; 0 "
-        "picks a free one.",
-    )
-    advertise_transfer_port: int | None = option(
-        integer(1, 65535),
-        default=None,
-        help="Port that prefill workers send pages to, where something in between maps it to --transfer-port.",
-    )
     max_batch: int = option(integer(1, 4096), default=64, help="Most sequences that one step computes.")
     max_admitted: int | None = option(
         integer(1),
@@ -63,12 +52,5 @@ class DecodeWorkerConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.advertise_transfer_port is not None and not self.transfer_port:
-            raise ConfigError(
-                f"--advertise-transfer-port is {self.advertise_transfer_port}, but --transfer-port is 0, which is "
-                "another port at each start: give --transfer-port too"
-            )
-        if self.transfer_port and self.transfer_port == self.port:
-            raise ConfigError(f"--port and --transfer-port are both {self.port}; give them different ports")
         if self.speculative == "draft" and self.draft_model is None:
             raise ConfigError("--speculative is draft, which needs --draft-model")

@@ -54,7 +54,7 @@ class DecodeLoop(DecodeEngine):
         features: SequenceOf[StepFeature] = (),
     ) -> None:
         self._runner = runner
-        self._pages = pages
+        self._pages = self.prefixes = pages
         self._scheduler = scheduler
         self._clock = clock
         self._on_report = on_report

@@ -9,7 +9,7 @@ from decode_worker.features import StepFeature
 from decode_worker.mask_pace import PacedMasks
 from decode_worker.speculation import Speculation, Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer
-from kv_transfer.receiving import ChannelAddress, LinkReceiver
+from kv_transfer.prefixes import SERVICE_NAME as PREFIXES_SERVICE_NAME
 from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
@@ -17,7 +17,6 @@ from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.speculation.draft import load_draft
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.engines import VLLM
-from services.runtime.errors import ConfigError
 from worker.engine import DecodeEngine, DecodeReport
 from worker.loading import LoadedModel
 from worker.role import Common, Made, Role
@@ -67,32 +66,21 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
             is_optimistic=settings.admission == "expected",
         ),
     )
-    receiver = _receiver(common, worker)
+    receiver = common.receiver(worker.arrivals)
     worker.arrivals.attach(receiver)
-    servicer = Servicer(worker.sessions)
+    servicer, giver = Servicer(worker.sessions), worker.prefix_giver()
     add_services = (
         lambda server: worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server),
         lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
+        lambda server: link_pb2_grpc.add_PrefixesServicer_to_server(giver, server),
     )
-    return Made(worker, add_services, record_fields={"max_running": settings.max_batch})
+    said = {"max_running": settings.max_batch, "pulls": worker.prefixes is not None}
+    return Made(worker, add_services, record_fields=said)
 
 
 def _max_admitted(settings: DecodeWorkerConfig) -> int:
     # vLLM gives a request no block while its batch is full: more would wait with a prompt computed elsewhere.
     return settings.max_batch if settings.engine == VLLM else 2 * settings.max_batch
-
-
-def _receiver(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine], worker: DecodeWorker) -> LinkReceiver:
-    settings = common.settings
-    try:
-        address = ChannelAddress(
-            settings.host, settings.transfer_port, settings.advertise_host, settings.advertise_transfer_port
-        )
-        return LinkReceiver(common.link_setup, worker.arrivals, address=address)
-    except OSError as error:
-        raise ConfigError(
-            f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"
-        ) from error
 
 
 def _speculator(settings: DecodeWorkerConfig, parts: EngineParts) -> Speculator | None:
@@ -118,4 +106,5 @@ def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
     return min(parts.pool.num_pages * parts.pool.layout.page_bytes, MAX_DEFAULT_SWAP_BYTES)
 
 
-DECODE = Role("decode", DecodeWorkerConfig, [SERVICE_NAME, LINK_SERVICE_NAME], load, engine, make)
+SERVICES = (SERVICE_NAME, LINK_SERVICE_NAME, PREFIXES_SERVICE_NAME)
+DECODE = Role("decode", DecodeWorkerConfig, SERVICES, load, engine, make)

@@ -116,7 +116,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             "unpause": self._moves.on_unpause,
             "hand_over": self._moves.on_hand_over,
         }
-        super().__init__(around, facts, engine=self.engine, handlers=handlers)
+        super().__init__(around, facts, engine=self.engine, handlers=handlers, peer_links=around.links.peer_links)
 
     def load(self) -> Load:
         """How busy the worker is now."""

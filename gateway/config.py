@@ -107,6 +107,12 @@ class GatewayConfig:
         help="Prompt tokens that a decode worker may lack and still compute a prompt itself; 0 sends all prompts to "
         "prefill workers. Not given: decided for each request by the predicted times of both ways.",
     )
+    pull_prefixes: bool = option(
+        flag(),
+        default=True,
+        help="Have prefill workers fetch the beginning of a prompt from a worker that holds it, where that is "
+        "predicted to be quicker than computing it.",
+    )
     queue_strategy: str = option(
         choice(*STRATEGIES),
         default="fcfs",

@@ -53,6 +53,7 @@ def policies(config: GatewayConfig) -> Policies:
         max_request_s=config.max_request_s,
         failover_wait_s=config.failover_wait_s,
         max_queue_wait_s=config.max_queue_wait_s,
+        pulls_prefixes=config.pull_prefixes,
     )
 
 

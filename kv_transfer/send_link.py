@@ -101,15 +101,16 @@ class SendTransfer:
             raise outcome.again()
         self.num_cached_tokens = outcome
 
-    def send(self, first_page: int, page_ids: Sequence[int]) -> None:
+    def send(self, first_page: int, page_ids: Sequence[int], *, generations: Sequence[int] | None = None) -> None:
         """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
 
         Pages go in order and without gaps; the last may be partly filled. Those that the receiver has cached are left
-        out. Raises what ended the transfer if it has ended, ValueError for pages out of order or beyond the tokens
-        that were reserved, and InvariantViolated for pages that do not exist.
+        out. Pages that nobody holds need the `generations` that were meant. Raises what ended the transfer if it has
+        ended, ValueError for pages out of order or beyond the tokens that were reserved, and InvariantViolated for
+        pages that do not exist.
         """
         self._raise_if_ended()
-        self._link.send(self.id, first_page, page_ids)
+        self._link.send(self.id, first_page, page_ids, meant=generations)
 
     async def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int) -> HandoffStats:
         """Say that all was sent and wait until the receiver owns it.
@@ -255,10 +256,12 @@ class SendLink(LinkEnd):
             raise
         return handle
 
-    def send(self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int]) -> None:
+    def send(
+        self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int], *, meant: Sequence[int] | None
+    ) -> None:
         """Queues pages of a transfer; as `SendTransfer.send`."""
         # First, as it raises for pages that do not exist, and nothing must have been announced then.
-        generations = self._generations.generations(page_ids)
+        generations = self._generations.generations(page_ids) if meant is None else tuple(meant)
         for action in self._machine.send(transfer_id, first_page, page_ids):
             if isinstance(action, PostChunk):
                 self._poster.submit(action, generations[len(page_ids) - len(action.page_ids) :])

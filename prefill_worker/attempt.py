@@ -14,6 +14,18 @@ from worker.engine_worker import EngineAttempt
 MAX_TOLD_CHUNKS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What was fetched of a prompt's beginning from another worker, and how long that took."""
+
+    num_tokens: int
+    num_bytes: int
+    time_s: float
+
+
+NOTHING_PULLED = Pulled(0, 0, 0.0)
+
+
 @dataclass(eq=False, slots=True)
 class PrefillAttempt(EngineAttempt):
     """A prompt from its command to the commit of its pages."""
@@ -22,6 +34,9 @@ class PrefillAttempt(EngineAttempt):
     decode_incarnation: str
     arrived_s: float
     task: "asyncio.Task[None]" = field(init=False)
+    pull: worker_pb2.Pull | None = None
+    """The worker from which the prompt's beginning is to be fetched."""
+    pulled: Pulled = NOTHING_PULLED
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
     """The engine may hold pages for it."""

@@ -22,8 +22,8 @@ from services.runtime.clock import Clock
 from services.scheduling.background import Chunk
 from services.scheduling.chunks import DEFAULT_CLASS, ChunkScheduler, StepTargets
 from services.scheduling.prediction import DEFAULT_PREFILL
-from worker.engine import CachedPrefix, ComputedChunk, PrefillEngine, PrefillReport
-from worker.engine_pages import EnginePages, KeptPages
+from worker.engine import CachedPrefix, ComputedChunk, KeptPages, PrefillEngine, PrefillReport
+from worker.engine_pages import EnginePages
 
 STEP_TARGETS = StepTargets(alone_s=0.050)
 """Longer than a decode worker's: only prompts wait for a step here, and how many come is known."""
@@ -48,7 +48,7 @@ class PrefillLoop(PrefillEngine):
         on_report: Callable[[PrefillReport], None],
     ) -> None:
         self._runner = runner
-        self._pages = pages
+        self._pages = self.prefixes = pages
         self._clock = clock
         self._on_report = on_report
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens, reported_tokens=PROMPT_ROWS, targets=STEP_TARGETS)

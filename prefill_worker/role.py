@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
+from kv_transfer.prefixes import SERVICE_NAME as PREFIXES_SERVICE_NAME
+from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
-from protos import worker_pb2_grpc
+from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
 from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime.clock import SYSTEM_CLOCK
@@ -46,8 +48,16 @@ def make(common: Common[PrefillWorkerConfig, PrefillReport, PrefillEngine]) -> M
         make_engine=common.make_engine,
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
     )
-    servicer = Servicer(worker.sessions)
-    return Made(worker, [lambda server: worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)])
+    receiver = common.receiver(worker.pulls)
+    worker.pulls.attach(receiver)
+    servicer, giver = Servicer(worker.sessions), worker.prefix_giver()
+    add_services = (
+        lambda server: worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server),
+        lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
+        lambda server: link_pb2_grpc.add_PrefixesServicer_to_server(giver, server),
+    )
+    return Made(worker, add_services, record_fields={"pulls": worker.prefixes is not None})
 
 
-PREFILL = Role("prefill", PrefillWorkerConfig, [SERVICE_NAME], load, engine, make)
+SERVICES = (SERVICE_NAME, LINK_SERVICE_NAME, PREFIXES_SERVICE_NAME)
+PREFILL = Role("prefill", PrefillWorkerConfig, SERVICES, load, engine, make)

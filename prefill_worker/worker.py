@@ -6,6 +6,7 @@ Lifetimes are scopes. What an attempt holds, in the order in which it takes it, 
                                                 when it was cancelled before it began
     pages in the books, pages of the pool       `_free`: runs after that, and after the transfer's abort, because until
                                                 then something may still read them
+    a pull, which fills the cache               `prefill_worker.pulls`: ends before the prompt has its turn
     a transfer, and pages at the decode worker  committed by `seal`, or else aborted by `_ended` in a task of its own,
                                                 which nobody cancels
 
@@ -31,6 +32,7 @@ from kv_transfer.protocol.messages import TransferId
 from kv_transfer.send_link import SendTransfer
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.kept import Kept, KeptPrompts
+from prefill_worker.pulls import Pulls
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.cache.pool import num_pages_for
@@ -94,6 +96,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         handlers: dict[str, CommandHandler] = {"prefill": self._on_prefill, "cancel": self._on_cancel}
         super().__init__(around, facts, engine=self._engine, handlers=handlers, peer_links=around.links.peer_links)
 
+        self.pulls = Pulls(self, self.prefixes, queue=self._queue, clock=self._clock)
+
     def load(self) -> Load:
         """How busy the worker is now."""
         return Load(
@@ -119,6 +123,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         self._is_draining = True
         self._fail_all(self._leaving())
         await self.wait_idle()
+        await self.pulls.close()
         self._kept.clear()
         await self._stop()
 
@@ -134,6 +139,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         attempt = PrefillAttempt(
             spec, session, spans, message.decode_address, message.decode_incarnation, self._clock.monotonic()
         )
+        if message.HasField("pull"):
+            attempt.pull = message.pull
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             superseded.task.cancel()
@@ -151,7 +158,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
 
     def _enter(self, attempt: PrefillAttempt) -> None:
         spec = attempt.spec
-        is_ready = not attempt.needs_grammar
+        is_ready = not attempt.needs_grammar and attempt.pull is None
         self._queue.enter(spec.key, self._size(attempt), service_class=spec.service_class, is_ready=is_ready)
 
     def _size(self, attempt: PrefillAttempt) -> PromptSize:
@@ -186,6 +193,9 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     async def _prefill(self, attempt: PrefillAttempt) -> None:
         page_ids = None if attempt.former is None else await self._take_over(attempt, attempt.former)
         if page_ids is None:
+            if attempt.pull is not None:
+                attempt.pulled = await self.pulls.fetch(attempt, attempt.pull)
+                self._metrics.note_pull(num_tokens=attempt.pulled.num_tokens, num_bytes=attempt.pulled.num_bytes)
             attempt.grammar = await self._grammar(attempt)
             self._queue.make_ready(attempt.spec.key)
             self._give_turns()
@@ -289,11 +299,17 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         return await self._grammars.begin(spec.form, eos_token_ids=spec.eos_token_ids)
 
     def _emit_started(self, attempt: PrefillAttempt, num_cached_tokens: int, *, began_unix_ns: int) -> None:
-        queue_s = self._clock.monotonic() - attempt.arrived_s
+        pulled = attempt.pulled
+        queue_s = self._clock.monotonic() - attempt.arrived_s - pulled.time_s
         attempt.started_unix_ns = self._clock.unix_ns()
         told_unix_ns = attempt.spans.told_unix_ns(began_unix_ns)
         started = worker_pb2.PrefillStarted(
-            queue_s=queue_s, num_cached_tokens=num_cached_tokens, began_unix_ns=told_unix_ns
+            queue_s=queue_s,
+            num_cached_tokens=num_cached_tokens,
+            began_unix_ns=told_unix_ns,
+            num_pulled_tokens=pulled.num_tokens,
+            pull_s=pulled.time_s,
+            pulled_bytes=pulled.num_bytes,
         )
         self.emit(attempt, started)
         self._metrics.note_prompt(num_tokens=attempt.num_tokens, num_cached_tokens=num_cached_tokens)
@@ -340,6 +356,10 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         if is_kept and kept is not None:
             self._kept.let_go(kept)
         self._queue.leave(attempt.spec.key)
+        self.room_changed()
+
+    def room_changed(self) -> None:
+        """Gives turns to prompts for which room has come."""
         self.sessions.load_changed()
         self._give_turns()
 

@@ -587,3 +587,83 @@ class Probed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probed: _TypeAlias = Probed  # noqa: Y015
+
+@_typing.final
+class GivePrefix(_message.Message):
+    """Asks for the pages of a prompt's beginning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    giver_incarnation: _builtins.str
+    """The incarnation of the called worker that is meant."""
+    address: _builtins.str
+    """host:port of the caller's gRPC server, where its Link is."""
+    incarnation: _builtins.str
+    """Incarnation of the caller."""
+    cache_salt: _builtins.str
+    """Who may share the pages, as in a SequenceSpec."""
+    page_size: _builtins.int
+    """Tokens per page of the caller: pages for a multiple of it are sent."""
+    deadline_ms: _builtins.int
+    """Milliseconds until the caller gives up."""
+    @_builtins.property
+    def id(self) -> Global___TransferId:
+        """The transfer that brings them."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens whose pages are wanted, and the one behind them: at least two."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___TransferId | None = ...,
+        giver_incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "giver_incarnation", b"giver_incarnation", "id", b"id", "incarnation", b"incarnation", "page_size", b"page_size", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivePrefix: _TypeAlias = GivePrefix  # noqa: Y015
+
+@_typing.final
+class PrefixGiven(_message.Message):
+    """The caller has the pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens from the prompt's start whose pages were handed over; those that the caller had already were not sent."""
+    num_bytes: _builtins.int
+    """Bytes that were sent."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixGiven: _TypeAlias = PrefixGiven  # noqa: Y015

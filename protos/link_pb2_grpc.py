@@ -145,3 +145,81 @@ class Link(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PrefixesStub(object):
+    """Served by every worker that gives others pages of its cache.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Give = channel.stream_stream(
+                '/tandem.v1.Prefixes/Give',
+                request_serializer=protos_dot_link__pb2.GivePrefix.SerializeToString,
+                response_deserializer=protos_dot_link__pb2.PrefixGiven.FromString,
+                _registered_method=True)
+
+
+class PrefixesServicer(object):
+    """Served by every worker that gives others pages of its cache.
+    """
+
+    def Give(self, request_iterator, context):
+        """Has the pages of a prompt's beginning sent to the caller, over a Link that the called worker makes. One message goes
+        each way; both are streams, so that the called worker has proven itself before it hears any token. It answers when
+        the caller owns the pages. Ending the call ends the transfer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PrefixesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Give': grpc.stream_stream_rpc_method_handler(
+                    servicer.Give,
+                    request_deserializer=protos_dot_link__pb2.GivePrefix.FromString,
+                    response_serializer=protos_dot_link__pb2.PrefixGiven.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Prefixes', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Prefixes', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Prefixes(object):
+    """Served by every worker that gives others pages of its cache.
+    """
+
+    @staticmethod
+    def Give(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.Prefixes/Give',
+            protos_dot_link__pb2.GivePrefix.SerializeToString,
+            protos_dot_link__pb2.PrefixGiven.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

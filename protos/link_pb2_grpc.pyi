@@ -79,3 +79,43 @@ class LinkServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_LinkServicer_to_server(servicer: LinkServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PrefixesStub:
+    """Served by every worker that gives others pages of its cache."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PrefixesAsyncStub: ...
+    Give: _grpc.StreamStreamMultiCallable[_link_pb2.GivePrefix, _link_pb2.PrefixGiven]
+    """Has the pages of a prompt's beginning sent to the caller, over a Link that the called worker makes. One message goes
+    each way; both are streams, so that the called worker has proven itself before it hears any token. It answers when
+    the caller owns the pages. Ending the call ends the transfer.
+    """
+
+@_typing.type_check_only
+class PrefixesAsyncStub(PrefixesStub):
+    """Served by every worker that gives others pages of its cache."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Give: _aio.StreamStreamMultiCallable[_link_pb2.GivePrefix, _link_pb2.PrefixGiven]  # type: ignore[assignment]
+    """Has the pages of a prompt's beginning sent to the caller, over a Link that the called worker makes. One message goes
+    each way; both are streams, so that the called worker has proven itself before it hears any token. It answers when
+    the caller owns the pages. Ending the call ends the transfer.
+    """
+
+class PrefixesServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker that gives others pages of its cache."""
+
+    @_abc_1.abstractmethod
+    def Give(
+        self,
+        request_iterator: _MaybeAsyncIterator[_link_pb2.GivePrefix],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_link_pb2.PrefixGiven], _abc.AsyncIterator[_link_pb2.PrefixGiven]]:
+        """Has the pages of a prompt's beginning sent to the caller, over a Link that the called worker makes. One message goes
+        each way; both are streams, so that the called worker has proven itself before it hears any token. It answers when
+        the caller owns the pages. Ending the call ends the transfer.
+        """
+
+def add_PrefixesServicer_to_server(servicer: PrefixesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -577,6 +577,7 @@ class Prefill(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
     SPAN_CLOCK_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """host:port of the decode worker's gRPC server, where its Link is."""
     decode_incarnation: _builtins.str
@@ -589,6 +590,12 @@ class Prefill(_message.Message):
     def span_clock(self) -> Global___SpanClock:
         """Absent: the attempt is not sampled, or nothing is known of the worker's clock."""
 
+    @_builtins.property
+    def pull(self) -> Global___Pull:
+        """The prompt's beginning is to be fetched from another worker. Absent: it is computed. Sent only to workers whose
+        record has `pulls`.
+        """
+
     def __init__(
         self,
         *,
@@ -596,14 +603,53 @@ class Prefill(_message.Message):
         decode_address: _builtins.str = ...,
         decode_incarnation: _builtins.str = ...,
         span_clock: Global___SpanClock | None = ...,
+        pull: Global___Pull | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "pull", b"pull", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Pull(_message.Message):
+    """A worker that holds the beginning of a prompt. Where the pages do not come in time, they are computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    OWN_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    LIMIT_MS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of that worker's gRPC server."""
+    incarnation: _builtins.str
+    """Its incarnation."""
+    own_address: _builtins.str
+    """host:port of the gRPC server of the worker that this is sent to, as other workers know it."""
+    num_tokens: _builtins.int
+    """Tokens from the prompt's start that it is believed to hold."""
+    limit_ms: _builtins.int
+    """Milliseconds after which computing them takes no longer than waiting."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        own_address: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        limit_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "limit_ms", b"limit_ms", "num_tokens", b"num_tokens", "own_address", b"own_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pull: _TypeAlias = Pull  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -1414,22 +1460,34 @@ class PrefillStarted(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BEGAN_UNIX_NS_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Seconds between taking the attempt and beginning it."""
     num_cached_tokens: _builtins.int
     """Prompt tokens that are not computed, because pages of earlier requests are here."""
     began_unix_ns: _builtins.int
     """When it began, by the gateway's clock as `SpanClock` tells it: nanoseconds since 1970. 0: the attempt is not sampled."""
+    num_pulled_tokens: _builtins.int
+    """Prompt tokens whose pages another worker gave for it, those that were here already included. 0: none did."""
+    pull_s: _builtins.float
+    """Seconds spent on fetching them, with success or without. They are not in `queue_s`."""
+    pulled_bytes: _builtins.int
+    """Bytes that came for it."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
         began_unix_ns: _builtins.int = ...,
+        num_pulled_tokens: _builtins.int = ...,
+        pull_s: _builtins.float = ...,
+        pulled_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ns", b"began_unix_ns", "num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ns", b"began_unix_ns", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "pull_s", b"pull_s", "pulled_bytes", b"pulled_bytes", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

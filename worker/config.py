@@ -74,6 +74,17 @@ class WorkerConfig:
     advertise_port: int | None = option(
         integer(1, 65535), default=None, help="Port that they connect to, where something in between maps it to --port."
     )
+    transfer_port: int = option(
+        integer(0, 65535),
+        default=0,
+        help="Port on --host at which pages arrive over the channel tcp, or over nccl where that is the only one; 0 "
+        "picks a free one.",
+    )
+    advertise_transfer_port: int | None = option(
+        integer(1, 65535),
+        default=None,
+        help="Port that other workers send pages to, where something in between maps it to --transfer-port.",
+    )
     region: str = option(
         text(pattern=r"[A-Za-z0-9_.-]{0,64}", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
         default="",
@@ -206,6 +217,13 @@ class WorkerConfig:
                 f"--advertise-port is {self.advertise_port}, but --port is 0, which is another port at each start: "
                 "give --port too"
             )
+        if self.advertise_transfer_port is not None and not self.transfer_port:
+            raise ConfigError(
+                f"--advertise-transfer-port is {self.advertise_transfer_port}, but --transfer-port is 0, which is "
+                "another port at each start: give --transfer-port too"
+            )
+        if self.transfer_port and self.transfer_port == self.port:
+            raise ConfigError(f"--port and --transfer-port are both {self.port}; give them different ports")
         if self.tls is None and not is_loopback(self.host) and not self.insecure:
             raise ConfigError(
                 f"--host is {self.host}, where others in the network reach this worker, but without TLS they could "

@@ -69,9 +69,50 @@ class StepReport:
         return (self.end_unix_ns - self.start_unix_ns) / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class ReservedPages:
+    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are cached already."""
+
+    page_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPages:
+    """Pages that nobody holds, and the generations by which their content is recognized."""
+
+    page_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class PrefixPages(ABC):
+    """The cache of an engine, of which other workers are given pages and to which they give some.
+
+    Every method is a command.
+    """
+
+    @abstractmethod
+    def find_prefix(self, token_ids: list[int], *, salt: bytes) -> KeptPages:
+        """Returns the pages of the first of these tokens. They stay nobody's: other content may take their place."""
+
+    @abstractmethod
+    def reserve_prefix(self, key: Hashable, token_ids: list[int], *, salt: bytes) -> ReservedPages:
+        """Sets pages aside for tokens, whole pages, that are to arrive. Raises NoFreePages, which the books exclude."""
+
+    @abstractmethod
+    def cache_prefix(self, key: Hashable) -> None:
+        """Releases pages whose content has arrived, for sequences that begin with it."""
+
+    @abstractmethod
+    def close(self, key: Hashable) -> None:
+        """Releases pages whose content has not arrived. Unknown keys are ignored."""
+
+
 class Engine(ABC):
     """What both workers need of an engine."""
 
+    prefixes: PrefixPages | None = None
+    """Its cache; None: other workers have no part in it."""
     speedometer: Speedometer
     """Speed of steps; read from any thread. The worker adds transfers."""
 
@@ -152,14 +193,6 @@ class PrefillEngine(Engine):
 
 
 # --- answers ---
-
-
-@dataclass(frozen=True, slots=True)
-class ReservedPages:
-    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are cached already."""
-
-    page_ids: tuple[int, ...]
-    num_cached_tokens: int
 
 
 class Guesses(NamedTuple):

@@ -6,7 +6,6 @@ than computing them. Belongs to the engine thread. Knows no step, no batch and n
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from services.engine.cache.host_tier import HostTier, take_prefix
@@ -20,6 +19,7 @@ from services.runtime.page_keys import KeyChain, PageKey
 from services.scheduling.copy_cost import CopyMeter
 from services.scheduling.prediction import DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer
+from worker.engine import KeptPages, PrefixPages, ReservedPages
 
 R = TypeVar("R")
 
@@ -27,15 +27,7 @@ IsWorthCopying = Callable[[int, int], bool]
 """Decides by the number of pages in the host tier, and of pages before them, whether these are copied back."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptPages:
-    """Pages that nobody holds, and the generations by which their content is recognized."""
-
-    page_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-
-
-class EnginePages:
+class EnginePages(PrefixPages):
     """Leases and content keys, by the key of their sequence; the only user of the allocator on the engine thread.
 
     `page_bytes` is the size of a page that is copied to the host's memory or back. Pages may be cached from the life
@@ -104,6 +96,27 @@ class EnginePages:
         self._is_checked = False
         self._leases[key] = lease
         return True
+
+    def find_prefix(self, token_ids: list[int], *, salt: bytes) -> KeptPages:
+        """Implements PrefixPages."""
+        page_ids = self._allocator.find(KeyChain(salt, self.page_size).extend(token_ids, len(token_ids)))
+        return KeptPages(tuple(page_ids), self._allocator.generations(page_ids))
+
+    def reserve_prefix(self, key: Hashable, token_ids: list[int], *, salt: bytes) -> ReservedPages:
+        """Implements PrefixPages."""
+        chain = self._chains[key] = KeyChain(salt, self.page_size)
+        keys, num_tokens = chain.extend(token_ids, len(token_ids)), len(token_ids)
+        num_cached = self._fill(
+            key, keys, num_tokens=num_tokens, state="reserved", is_worth=self._is_cheaper_than_computing
+        )
+        return ReservedPages(tuple(self._leases[key].page_ids), num_cached * self.page_size)
+
+    def cache_prefix(self, key: Hashable) -> None:
+        """Implements PrefixPages."""
+        lease = self._leases[key]
+        lease.mark_used()
+        self._allocator.name(lease.page_ids, self._chains[key].keys)
+        self.close(key)
 
     def name(self, sequence: Sequence, start: int) -> None:
         """Lets others find the pages that have become full since `start` tokens were computed."""

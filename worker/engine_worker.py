@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from kv_transfer.prefixes import PrefixGiver
 from kv_transfer.send_link import SendTransfer
 from kv_transfer.sending import SendLinks
 from protos import worker_pb2
@@ -31,7 +32,7 @@ from services.runtime.page_keys import PageKey, cache_salt
 from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars
 from worker.attempts import AttemptSpec, AttemptTable
-from worker.engine import Engine, EngineFacts, StepReport
+from worker.engine import Engine, EngineFacts, KeptPages, StepReport
 from worker.metrics import Load, WorkerMetrics
 from worker.sessions import CommandHandler, Payload, Reports, Session, SessionServer
 from worker.spans import AttemptSpans
@@ -93,6 +94,8 @@ class EngineWorker(ABC, Generic[A]):
         peer_links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
     ) -> None:
         self.facts = facts
+        self.prefixes = engine.prefixes
+        self.incarnation = around.incarnation
         self._links = around.links
         self._metrics = around.metrics
         self._clock = around.clock
@@ -204,6 +207,19 @@ class EngineWorker(ABC, Generic[A]):
     def salt(self, spec: AttemptSpec[Sampling]) -> bytes:
         """Part of the names of its pages: pages are shared by attempts of one model and tenant."""
         return cache_salt(model=self.facts.fingerprint, tenant=spec.cache_salt)
+
+    async def find_prefix(self, token_ids: list[int], sharers: str) -> KeptPages:
+        """Returns the pages of the first of these tokens that are cached here for these sharers."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            return KeptPages((), ())
+        salt = cache_salt(model=self.facts.fingerprint, tenant=sharers)
+        return await asyncio.wrap_future(self.command(lambda: prefixes.find_prefix(token_ids, salt=salt)))
+
+    def prefix_giver(self) -> PrefixGiver:
+        """Returns what serves other workers that ask for pages."""
+        page_size = self.facts.limits.page_size
+        return PrefixGiver(self._links, self.find_prefix, incarnation=self.incarnation, page_size=page_size)
 
     def emit(self, attempt: A, payload: Payload) -> None:
         """Sends an event about an attempt to its gateway."""

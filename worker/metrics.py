@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -135,6 +135,7 @@ class WorkerMetrics:
             names,
             registry=self.registry,
         ).labels(*values)
+        self._pulls, self._pulled_bytes = _pull_counters(self.registry, worker_id)
         self._transfer_s: Histogram = Histogram(
             "tandem_transfer_seconds",
             "Time of a committed handoff from its first pages, which go while others are computed, to the commit.",
@@ -179,6 +180,11 @@ class WorkerMetrics:
         """Notes a prompt that began, and how many of its tokens need not be computed."""
         self._prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached_tokens)
+
+    def note_pull(self, *, num_tokens: int, num_bytes: int) -> None:
+        """Notes a prefix that was to be fetched; no tokens: it was computed."""
+        self._pulls["fetched" if num_tokens else "computed"].inc()
+        self._pulled_bytes.inc(num_bytes)
 
     def note_transfer(self, *, num_bytes: int, seconds: float, exposed_s: float) -> None:
         """Pages were handed to another worker, which has committed them."""
@@ -262,6 +268,15 @@ class WorkerMetrics:
         ):
             gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
             gauge.set_function(partial(_field, load, name_of_field))
+
+
+def _pull_counters(registry: CollectorRegistry, worker_id: str) -> tuple[Mapping[str, Counter], Counter]:
+    """Returns the counters of beginnings of prompts that other workers hold: pulls by outcome, and bytes."""
+    words = "Beginnings of prompts that other workers held: fetched from them, or computed after all."
+    pulls = Counter("tandem_pulls", words, ("worker", "outcome"), registry=registry)
+    by_outcome = {outcome: pulls.labels(worker_id, outcome) for outcome in ("fetched", "computed")}
+    words = "Payload bytes of fetched beginnings of prompts."
+    return by_outcome, Counter("tandem_pulled_bytes", words, ("worker",), registry=registry).labels(worker_id)
 
 
 class _Steps(Collector):

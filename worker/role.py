@@ -12,11 +12,14 @@ import grpc
 
 from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.counters import Counters
+from kv_transfer.receive_link import ReceiveTarget
+from kv_transfer.receiving import ChannelAddress, LinkReceiver
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, named_channels
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import ConfigError
 from services.structured.grammar import Grammars
 from worker.config import WorkerConfig
 from worker.engine import EngineFacts
@@ -76,6 +79,19 @@ class Common(Generic[C, R, E]):
             self.link_setup,
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         )
+
+    def receiver(self, target: ReceiveTarget) -> LinkReceiver:
+        """Serves the Links on which it receives pages. Raises ConfigError where their port cannot be had."""
+        settings = self.settings
+        try:
+            address = ChannelAddress(
+                settings.host, settings.transfer_port, settings.advertise_host, settings.advertise_transfer_port
+            )
+            return LinkReceiver(self.link_setup, target, address=address)
+        except OSError as error:
+            raise ConfigError(
+                f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"
+            ) from error
 
     def around(self) -> Around:
         """What surrounds the engine of its worker."""

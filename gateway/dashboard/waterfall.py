@@ -105,6 +105,16 @@ def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
         )
     if attempt.cached_tokens:
         said.append(f"{attempt.cached_tokens} of {prompt_tokens} tokens of the prompt were expected in its cache")
+    if attempt.pull is not None:
+        pull = attempt.pull
+        said.append(
+            f"the first {pull.num_tokens} of them were to come from {pull.holder}: fetching them was predicted to take "
+            f"{_said(pull.predicted_us)}, computing them {_said(pull.computing_us)}"
+        )
+        if attempt.pulled_tokens:
+            said.append(f"{attempt.pulled_tokens} had come after {_said(attempt.pull_us)}")
+        elif attempt.pull_us:
+            said.append(f"none came within {_said(attempt.pull_us)}, so they were computed")
     return said
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.topology.events import PrefillStarted
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.scheduling.overload import Targets
 from services.scheduling.routing.price import INTERFERENCE
@@ -34,6 +35,7 @@ MAX_STEPS = 64
 
 PRICE_PARTS = {
     "prefill_queue_s": "prefill worker's queue",
+    "pull_s": "fetching what another worker holds",
     "transfer_s": "transfer",
     "displaced_s": "those who come later",
     "hot_spot_s": "hot spot",
@@ -52,7 +54,7 @@ PRICE_PARTS = {
 _COMMON_TERMS = {"decode_s": 1.0, "decode_pressure_s": 1.0, "decode_place_s": 1.0}
 _TERMS_OF_WAY = {
     True: {
-        **dict.fromkeys(("prefill_queue_s", "transfer_s", "displaced_s", "hot_spot_s"), 1.0),
+        **dict.fromkeys(("prefill_queue_s", "pull_s", "transfer_s", "displaced_s", "hot_spot_s"), 1.0),
         **dict.fromkeys(("prefill_pressure_s", "prefill_place_s", "remote_redone_s"), 1.0),
         "decode_queue_s": INTERFERENCE,
     },
@@ -65,6 +67,15 @@ Terms = Mapping[str, float | int | str | None]
 """The terms of a route's price, in seconds where the name ends so; None: a worker reports an impossible figure."""
 
 
+class PullStory(NamedTuple):
+    """The beginning of a prompt that was to be fetched from `holder`, and the predicted times of both ways."""
+
+    holder: str
+    num_tokens: int
+    predicted_us: int
+    computing_us: int
+
+
 class AttemptStory(msgspec.Struct, omit_defaults=True):
     """One try of an answer. Microseconds, since the request came where they are moments.
 
@@ -72,7 +83,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     `rival` is the decode worker that came second, for `rival_s` in all. `cached_tokens` were believed to be in a cache.
     `waited_us` is the wait in the worker that computed the prompt, which had `ahead_tokens` of other prompts to
     compute. `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens).
-    `failure`: what ended the attempt before the answer was complete.
+    `failure`: what ended the attempt before the answer was complete. `pulled_tokens` came from another worker, for
+    which `pull_us` were spent.
 
     What was predicted is kept in seconds, as the route has it: few stories are ever read. `terms` are its `inputs`,
     `first_s` and `second_s` the times of the first two tokens since `began_us`, and `uncorrected_s` both before earlier
@@ -104,6 +116,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     queue_s: float | None = None
     itl_s: float | None = 0.0
     ahead_tokens: int = 0
+    pulled_tokens: int = 0
+    pull_us: int = 0
 
     @property
     def predicted_ttft_us(self) -> int:
@@ -139,6 +153,15 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     def price_us(self) -> int | None:
         """What the way was chosen by."""
         return _us(self.terms.get("price_s"))
+
+    @property
+    def pull(self) -> PullStory | None:
+        """What its prefill worker was to fetch; None: nothing."""
+        terms = self.terms
+        if not self.prefill or self.prefill != terms.get("prefill_worker") or "pull_from" not in terms:
+            return None
+        predicted_us, computing_us = _us(terms["pull_s"]) or 0, _us(terms["pull_computing_s"]) or 0
+        return PullStory(str(terms["pull_from"]), int(terms["pull_tokens"] or 0), predicted_us, computing_us)
 
     @property
     def way_us(self) -> int | None:
@@ -223,11 +246,14 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         """Notes that it continues at another decode worker, with its pages."""
         self._add(AttemptStory(at_us, at_us, decode, reason="move"))
 
-    def note_prompt(self, prefill: str, waited_s: float) -> None:
-        """Notes which worker has computed the prompt, and how long the prompt had waited there."""
+    def note_prompt(self, prefill: str, started: PrefillStarted | None) -> None:
+        """Notes which worker has computed the prompt, and what it said of the beginning, if it did."""
         if self.attempts:
-            self.attempts[-1].prefill = prefill
-            self.attempts[-1].waited_us = _us(waited_s) or 0
+            last = self.attempts[-1]
+            last.prefill = prefill
+            if started is not None:
+                last.waited_us = _us(started.queue_s) or 0
+                last.pulled_tokens, last.pull_us = started.num_pulled_tokens, _us(started.pull_s) or 0
 
     def note_handoff(
         self,

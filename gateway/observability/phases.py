@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.topology.events import DecodeStarted, HandedOff, Heard, PrefillStarted
+from gateway.topology.events import DecodeStarted, HandedOff, Heard, PrefillStarted, PullOrder
 from services.runtime import status, telemetry
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
 from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Link, Span, TraceContext, Value
@@ -29,6 +29,8 @@ class AttemptFacts(msgspec.Struct):
     is_move: bool
     prefill_worker: str = ""
     """The prefill worker's id; empty while none was asked."""
+    pull: PullOrder | None = None
+    """What the prefill worker is to fetch of the prompt."""
     prefill_started: PrefillStarted | None = None
     decode_started: DecodeStarted | None = None
     handed_off: HandedOff | None = None
@@ -296,6 +298,10 @@ def _describe_prefill(attempt: AttemptFacts, route: Route | None) -> dict[str, V
     if attempt.prefill_started is not None:
         said["tandem.cached_tokens"] = attempt.prefill_started.num_cached_tokens
         said["tandem.worker_queue_s"] = attempt.prefill_started.queue_s
+        if attempt.pull is not None:
+            said["tandem.pulled_tokens"] = attempt.prefill_started.num_pulled_tokens
+            said["tandem.pulled_bytes"] = attempt.prefill_started.pulled_bytes
+            said["tandem.pull_s"] = attempt.prefill_started.pull_s
     return said
 
 

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from gateway.observability.phases import AttemptFacts
@@ -32,6 +33,7 @@ from gateway.topology.events import (
     HandedOff,
     Paused,
     PrefillStarted,
+    PullOrder,
     SequenceOrder,
 )
 from gateway.topology.session import DecodeSession, PrefillSession, WorkerSession
@@ -98,6 +100,7 @@ class Attempt:
         self._mailbox = mailbox
         self._tokens = tokens
         self._spare_prefills: list[PrefillSession] = []
+        self._pulls: Mapping[str, PullOrder] = {}
         self._is_local = False
         """Whether the decode worker computes the prompt itself."""
         self._at: set[WorkerSession] = set()
@@ -153,9 +156,14 @@ class Attempt:
         self.watch.end()
         self._follow(Sign.CLOSE)
 
-    def start_prefill(self, candidates: Sequence[PrefillSession]) -> None:
-        """Has the prompt computed by the first of these that takes it. Raises the error of the last one."""
-        self._spare_prefills = list(candidates)
+    def start_prefill(
+        self, candidates: Sequence[PrefillSession], pulls: Mapping[str, PullOrder] = MappingProxyType({})
+    ) -> None:
+        """Has the prompt computed by the first of these that takes it. Raises the error of the last one.
+
+        `pulls` are what they are to fetch of it, by their ids.
+        """
+        self._spare_prefills, self._pulls = list(candidates), pulls
         self._use_next_prefill(WorkerUnavailable("no prefill worker is connected"))
 
     async def next_arrived(self) -> Arrived:
@@ -396,7 +404,8 @@ class Attempt:
             try:
                 prefill.open(self.order.key, self._mailbox)
                 self._at.add(prefill)
-                prefill.prefill(self.order, decode=self.decode.peer)
+                self.facts.pull = self._pulls.get(prefill.peer.worker_id)
+                prefill.prefill(self.order, decode=self.decode.peer, pull=self.facts.pull)
             except TandemError as next_error:
                 self._leave(prefill)
                 error = next_error.again()

@@ -15,6 +15,7 @@ from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec
 from gateway.requests.policies import Policies
+from gateway.requests.pulls import Pulls
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPairReport, WorkerWatch
@@ -70,6 +71,7 @@ class Dispatcher:
         self._hints = hints
         self._region = policies.region
         self._prefill_choice = prefill_choice
+        self.pulls = Pulls(topology, clock=clock, is_on=policies.pulls_prefixes)
         self.on_trial: set[RunningAnswer] = set()
         """The requests that are tried alone after a death (`gateway.requests.quarantine`): each goes to workers without
         another one, if it can.
@@ -182,7 +184,9 @@ class Dispatcher:
             pool=audience.pool if topology.pools else None,
         )
         fits = self._fits(spec.model)
-        routes = self._router.route(wanted, prefills, decodes, fits=fits, now_s=self._clock.monotonic())
+        routes = self._router.route(
+            wanted, prefills, decodes, fits=fits, can_pull=self.pulls.can_pull, now_s=self._clock.monotonic()
+        )
         if not (request.avoided or request.avoided_pairs or self._breakers.num_open or self.on_trial):
             return routes
         paired = {decode for _, decode in request.avoided_pairs}
@@ -250,6 +254,7 @@ class Dispatcher:
 
     def note_success(self, attempt: Attempt) -> None:
         """Notes that the decode worker generates, so that every worker has done its part."""
+        self.pulls.note(attempt.facts)
         if attempt.prefill is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
             if self._breakers.succeeded(pair, self._clock.monotonic()):

@@ -255,8 +255,8 @@ class AnswerObserver:
         if self.spans is not None:
             self.spans.goes_on(_SPANS[phase], attempt.facts, num_tokens=request.num_tokens, num_new=num_new)
         if left == "prefill":
-            waited_s = attempt.facts.prefill_started.queue_s if attempt.facts.prefill_started is not None else 0.0
-            trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
+            prefill = attempt.prefill.peer.worker_id if attempt.prefill is not None else ""
+            trace.story.note_prompt(prefill, attempt.facts.prefill_started)
         self._note_handoff(request, attempt.facts.handed_off)
         self._note_workers(attempt)
 

@@ -269,7 +269,7 @@ class Placing:
                 await attempt.admit(is_local_prefill=not route.is_remote)
                 attempt.watch.came(asked)
                 if route.is_remote:
-                    attempt.start_prefill(prefills)
+                    attempt.start_prefill(prefills, self._dispatcher.pulls.orders(route))
                 self._dispatcher.watch_prompt(request, route, attempt)
             except (Overloaded, CrowdedOut):
                 is_full = True

@@ -33,3 +33,5 @@ class Policies:
     max_request_s: float = 600.0
     failover_wait_s: float = 30.0
     max_queue_wait_s: float = 60.0
+    pulls_prefixes: bool = True
+    """Whether prefill workers fetch what other workers hold of a prompt, where that is quicker than computing it."""

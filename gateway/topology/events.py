@@ -18,6 +18,16 @@ class AttemptKey(NamedTuple):
     attempt: int
 
 
+class PullOrder(NamedTuple):
+    """The beginning of a prompt that a prefill worker is to fetch from another worker, within a limit."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    num_tokens: int
+    limit_s: float
+
+
 class SequenceOrder(msgspec.Struct):
     """What workers must know to compute one attempt. `emitted_token_ids` are those that the client already has."""
 
@@ -54,12 +64,17 @@ class PrefillStarted(msgspec.Struct, frozen=True):
     """The prompt is being computed, after waiting `queue_s` in the worker.
 
     `num_cached_tokens` of it are not computed, because the worker has their pages from earlier requests.
-    `began_unix_ns`: when it began, by the clock here; 0: the worker does not say.
+    `began_unix_ns`: when it began, by the clock here; 0: the worker does not say. `num_pulled_tokens` of it are in
+    its cache because another worker has sent what was lacking, `pulled_bytes` in all; trying to fetch them took
+    `pull_s`.
     """
 
     queue_s: float
     num_cached_tokens: int = 0
     began_unix_ns: int = 0
+    num_pulled_tokens: int = 0
+    pull_s: float = 0.0
+    pulled_bytes: int = 0
 
 
 class Emitted(msgspec.Struct, frozen=True):

@@ -179,7 +179,7 @@ class Topology:
         """
         records = [member.record for member in self._in_rotation(role_name, model).members]
         if bound_to := audience.bound_to:
-            records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
+            records = [record for record in records if self.may_go_on(bound_to, record.identity_key)]
         return {record.id for record in records if self._works_for(record, audience)}
 
     def rotation_ids(self, role_name: Role, model: str) -> list[str]:
@@ -195,7 +195,7 @@ class Topology:
         """Returns the identities to which answers of a model's workers in rotation are bound."""
         return self.workers(model).identities
 
-    def _may_go_on(self, began: str, here: str) -> bool:
+    def may_go_on(self, began: str, here: str) -> bool:
         """Whether an answer that began with one identity may continue with another, or be handed over to it."""
         return began == here or (self._allows_inexact and has_weights_of(began, here))
 
@@ -264,6 +264,10 @@ class Topology:
         is_other = source is not None and worker_id != giver.worker_id
         return source is not None and is_other and self._fits(source, members[worker_id].session.peer)
 
+    def member(self, worker_id: str) -> Member | None:
+        """Returns a worker of either role; None: no such one is known."""
+        return next((role.members[worker_id] for role in self._roles.values() if worker_id in role.members), None)
+
     def max_sequence_tokens(self, model: str) -> int | None:
         """Returns the longest sequence that a decode worker of a model in rotation can hold; None without one."""
         return self.workers(model).decode.max_sequence_tokens
@@ -279,7 +283,7 @@ class Topology:
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
         tenant, pool, bound_to = audience
         is_free = not bound_to or all(
-            self._may_go_on(bound_to, other) for other in self.workers(model).decode.identities
+            self.may_go_on(bound_to, other) for other in self.workers(model).decode.identities
         )
         return Audience(tenant if tenant in named else "", pool, "" if is_free else bound_to)
 
@@ -478,7 +482,7 @@ class Topology:
 
     def _fits(self, prefill: Member, decode: Peer) -> bool:
         member = self._roles["decode"].members.get(decode.worker_id)
-        if member is None or not self._may_go_on(prefill.record.identity_key, member.record.identity_key):
+        if member is None or not self.may_go_on(prefill.record.identity_key, member.record.identity_key):
             return False
         if member.record.model != prefill.record.model:
             return False

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.topology.books import Books
 from gateway.topology.counts import Counts, read_counts
-from gateway.topology.events import AttemptKey, Emitted, Event, Failed, Heard, SequenceOrder
+from gateway.topology.events import AttemptKey, Emitted, Event, Failed, Heard, PullOrder, SequenceOrder
 from gateway.topology.pacing import Lateness, Pace
 from gateway.topology.reports import WorkerLoad, read_gpu, read_links, read_load
 from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec
@@ -456,11 +456,18 @@ class PrefillSession(WorkerSession):
 
     _method = "/tandem.v1.PrefillWorker/Session"
 
-    def prefill(self, order: SequenceOrder, *, decode: Peer) -> None:
-        """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
+    def prefill(self, order: SequenceOrder, *, decode: Peer, pull: PullOrder | None = None) -> None:
+        """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt.
+
+        With `pull`, its beginning is fetched before, as far as that succeeds.
+        """
         command = worker_pb2.PrefillCommand()
         prefill = command.prefill
         prefill.decode_address, prefill.decode_incarnation = decode.address, decode.incarnation
+        if pull is not None:
+            prefill.pull.address, prefill.pull.incarnation = pull.address, pull.incarnation
+            prefill.pull.own_address, prefill.pull.num_tokens = self.peer.address, pull.num_tokens
+            prefill.pull.limit_ms = max(1, round(pull.limit_s * 1000))
         self._tell_clock(order, prefill.span_clock)
         self._send_order(order, prefill.sequence, command)
 

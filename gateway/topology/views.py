@@ -160,6 +160,7 @@ def _new_view(
         steps_left=session.steps_left(),
         context_tokens=load.context_tokens,
         region=record.region,
+        can_pull=record.pulls,
         tenants=frozenset(record.tenants),
         pool=record.pool,
         page_size=record.page_size,

@@ -104,7 +104,14 @@ def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
 EVENT_READERS: dict[str, Callable[[Any], Event]] = {
     "admitted": lambda _: Admitted(),
     "refused": _read_refused,
-    "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens, event.began_unix_ns),
+    "prefill_started": lambda event: PrefillStarted(
+        event.queue_s,
+        event.num_cached_tokens,
+        event.began_unix_ns,
+        event.num_pulled_tokens,
+        event.pull_s,
+        event.pulled_bytes,
+    ),
     "tokens": _read_tokens,
     "handed_off": lambda event: HandedOff(
         event.num_pages,

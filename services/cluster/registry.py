@@ -84,6 +84,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a token takes on the way to another worker; 0: unknown."""
     max_running: Count = 0
     """Sequences that it decodes at a time; 0: unknown."""
+    pulls: bool = False
+    """Whether it gives pages of its cache to other workers and, as a prefill worker, takes some."""
     tensor_parallel: Count = 0
     """Processes that share each layer of its model; 0: unknown."""
     pipeline_parallel: Count = 0

@@ -40,6 +40,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "tandem.v1.PrefillWorker": frozenset({"gateway"}),
     "tandem.v1.DecodeWorker": frozenset({"gateway"}),
     "tandem.v1.Link": frozenset({"prefill", "decode"}),
+    "tandem.v1.Prefixes": frozenset({"prefill", "decode"}),
 }
 """Services between our own processes, and the roles that may call them."""
 OPEN_SERVICES = frozenset(

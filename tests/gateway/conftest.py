@@ -198,6 +198,8 @@ class ScriptedWorker:
     facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
     pool: str = ""
+    pulls: bool = False
+    kv_bytes_per_token: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, redis_url: str, cluster: str) -> None:
@@ -238,6 +240,8 @@ class ScriptedWorker:
             facts=self.facts,
             tenants=self.tenants,
             pool=self.pool,
+            pulls=self.pulls,
+            kv_bytes_per_token=self.kv_bytes_per_token,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,
             pages_total=100,

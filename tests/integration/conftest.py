@@ -196,6 +196,7 @@ class Answer:
     spec: worker_pb2.SequenceSpec | None = None
     decode: int = 0
     """Which of the gateway's decode workers it was admitted at."""
+    started: worker_pb2.PrefillStarted | None = None
     num_cached_tokens: int = 0
     """From its PrefillStarted."""
     num_paused_tokens: int | None = None
@@ -254,6 +255,7 @@ class Answer:
                     entry = event.tokens.logprobs[offset]
                     self.logprobs[index] = (entry.logprob, [(top.token_id, top.logprob) for top in entry.top])
         elif kind == "prefill_started":
+            self.started = event.prefill_started
             self.num_cached_tokens = event.prefill_started.num_cached_tokens
         elif kind == "paused":
             self.num_paused_tokens = event.paused.num_tokens
@@ -334,6 +336,7 @@ class ScriptedGateway:
         self.decodes: list[WorkerSession] = []
         """All sessions with decode workers; the first is `decode`."""
         self._decode_peers: list[tuple[str, str]] = []
+        self._prefill_address = ""
 
     async def connect(self, *, prefill: tuple[str, str] | None = None, decode: tuple[str, str] | None = None) -> None:
         """Opens sessions; each peer is (address, incarnation). More decode workers come with more calls."""
@@ -343,7 +346,7 @@ class ScriptedGateway:
                 hello = worker_pb2.SessionHello(gateway_incarnation=self.incarnation, worker_incarnation=peer[1])
                 await session.send(hello=hello)
                 if role == "prefill":
-                    self.prefill = session
+                    self.prefill, self._prefill_address = session, peer[0]
                 if role == "decode":
                     self.decodes.append(session)
                     self._decode_peers.append(peer)
@@ -383,11 +386,13 @@ class ScriptedGateway:
         traceparent: str = "",
         cache_salt: str = "",
         service_class: int | None = None,
+        pull: tuple[WorkerProcess, int] | None = None,
+        limit_ms: int = 20_000,
         **sampling: Any,
     ) -> Answer:
         """Admits a request and, once admitted, has it prefilled, unless it comes from a decode worker.
 
-        Returns before it has ended.
+        Returns before it has ended. `pull`: the holder of its beginning, and how many tokens that has.
         """
         answer = self.answers[request_id, attempt] = Answer(request_id, attempt)
         given = {"max_tokens": 16, "temperature": 0.0, "seed": 1} | sampling
@@ -411,6 +416,10 @@ class ScriptedGateway:
             address, incarnation = self._decode_peers[decode]
             answer.is_at_prefill = True
             message = worker_pb2.Prefill(sequence=spec, decode_address=address, decode_incarnation=incarnation)
+            if pull is not None:
+                message.pull.address, message.pull.incarnation = pull[0].address, pull[0].incarnation
+                message.pull.own_address, message.pull.num_tokens = self._prefill_address, pull[1]
+                message.pull.limit_ms = limit_ms
             await self.prefill.send(prefill=message)
         return answer
 

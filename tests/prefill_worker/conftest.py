@@ -94,6 +94,7 @@ class Gateway:
         sampling = inference_pb2.SamplingParams(
             max_tokens=fields.pop("max_tokens", 8), temperature=0.0, seed=fields.pop("seed", 1)
         )
+        pull = fields.pop("pull", None)
         if "logprobs" in fields:
             sampling.logprobs = fields.pop("logprobs")
         spec = worker_pb2.SequenceSpec(
@@ -103,7 +104,7 @@ class Gateway:
             deadline_ms=fields.pop("deadline_ms", 30_000),
             **fields,
         )
-        message = worker_pb2.Prefill(sequence=spec, decode_address="decode:1", decode_incarnation="d" * 32)
+        message = worker_pb2.Prefill(sequence=spec, decode_address="decode:1", decode_incarnation="d" * 32, pull=pull)
         self._commands.put_nowait(worker_pb2.PrefillCommand(prefill=message))
 
     def cancel(self, request_id: str, *, attempt: int = 1, wants_word: bool = False) -> None:

@@ -147,3 +147,35 @@ def test_an_engine_begins_with_cached_pages_of_another_but_with_none_that_is_hel
     with pytest.raises(InvariantViolated, match="left 1 pages held"):
         EnginePages(bench.allocator, page_size=PAGE_SIZE, clock=ManualClock())
     bench.allocator.release(reserved)
+
+
+def test_a_prefix_that_arrived_is_found_and_held_by_nobody() -> None:
+    bench = Bench()
+    reserved = bench.pages.reserve_prefix("pull", list(range(8)), salt=SALT)
+    assert (len(reserved.page_ids), reserved.num_cached_tokens) == (2, 0)
+    assert bench.allocator.counts() == PageCounts(NUM_PAGES, NUM_PAGES - 2, 0, 2, 0)
+    assert not bench.pages.find_prefix(list(range(8)), salt=SALT).page_ids
+    bench.pages.cache_prefix("pull")
+    assert bench.allocator.counts() == PageCounts(NUM_PAGES, NUM_PAGES - 2, 2, 0, 0)
+    found = bench.pages.find_prefix(list(range(9)), salt=SALT)
+    assert (found.page_ids, found.generations) == (reserved.page_ids, (1, 1))
+    assert not bench.pages.find_prefix(list(range(9)), salt=b"another").page_ids
+    assert bench.begin("a", list(range(9)))[1] == 2
+    bench.pages.check_books()
+
+
+def test_a_prefix_that_did_not_arrive_is_forgotten_and_one_that_is_here_is_not_awaited() -> None:
+    bench = Bench()
+    bench.pages.reserve_prefix("pull", list(range(8)), salt=SALT)
+    bench.pages.close("pull")
+    assert bench.allocator.num_free_pages == NUM_PAGES
+    bench.computed("a", list(range(4)))
+    reserved = bench.pages.reserve_prefix("pull", list(range(8)), salt=SALT)
+    assert reserved.num_cached_tokens == 4
+    # What is computed meanwhile keeps its name: the page that comes later is freed.
+    bench.computed("b", list(range(8)))
+    bench.pages.cache_prefix("pull")
+    bench.pages.close("a")
+    bench.pages.close("b")
+    assert bench.allocator.counts() == PageCounts(NUM_PAGES, NUM_PAGES - 2, 2, 0, 0)
+    bench.allocator.check_integrity()

@@ -31,3 +31,14 @@ def test_metrics_can_be_scraped() -> None:
     metrics.close()
     with contextlib.closing(socket.create_server(("127.0.0.1", port))):
         pass  # another life of the worker may have the port
+
+
+def test_pulls_are_counted_by_what_became_of_them() -> None:
+    metrics = WorkerMetrics(worker_id="w")
+    metrics.note_pull(num_tokens=800, num_bytes=64_000)
+    metrics.note_pull(num_tokens=0, num_bytes=0)
+    metrics.note_pull(num_tokens=0, num_bytes=0)
+    value = metrics.registry.get_sample_value
+    assert value("tandem_pulls_total", {"worker": "w", "outcome": "fetched"}) == 1
+    assert value("tandem_pulls_total", {"worker": "w", "outcome": "computed"}) == 2
+    assert value("tandem_pulled_bytes_total", {"worker": "w"}) == 64_000

@@ -5,12 +5,14 @@ terms can be added without weights:
 
     price(D)   = decode_s + pressure_s(D) + place_s(D) + min(local(D), min over P of remote(P, D))
     remote     = prefill(P) + transfer_s(P, D) + INTERFERENCE · queue_s(D)
-    prefill(P) = queue_s(P) + crowd · work_s(P) + redone_weight · redone_s(P) + pressure_s(P) + place_s(P)
+    prefill(P) = queue_s(P) + pull_s + crowd · work_s(P) + redone_weight · redone_s(P) + pressure_s(P) + place_s(P)
                  + hot_spot_s(P)
     local      = queue_s(D) + work_s(D) + steps · step_s(D) + itl_s(D) + redone_weight · redone_s(D)
 
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
     work_s     seconds for the prompt's tokens that the worker does not hold, by its measured speed
+    pull_s     seconds for fetching tokens that P lacks from a worker that holds them, where that is quicker than
+               computing them (`pulls`): then work_s is without these
     redone_s   seconds for those of them that some worker holds; for P, that a decode worker and no prefill worker holds
                (the last answer of a conversation, as a rule). Others arrive meanwhile, so such tokens count twice
     crowd      1 + `displaced_weight` · mean number of requests at a prefill worker that are as urgent: as many will
@@ -56,7 +58,7 @@ from typing import Any, NamedTuple
 from services.scheduling.chunks import stretch_s
 from services.scheduling.disaggregation import DisaggregationSettings, Reason
 from services.scheduling.links import PeerLink
-from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, strangeness
+from services.scheduling.routing.views import Fits, Pull, RouteRequest, WorkerView, strangeness
 
 INTERFERENCE = 0.5
 """The share of the prompts waiting at D that lengthens the steps of a sequence which comes with its pages: they are
@@ -110,6 +112,7 @@ class PrefillTerms(NamedTuple):
     pressure_s: float
     place_s: float
     hot_spot_s: float = 0.0
+    pull_s: float = 0.0
 
 
 class DecodeTerms(NamedTuple):
@@ -153,7 +156,10 @@ class PricedWay(NamedTuple):
 
 
 class Prices:
-    """The prices of one request. `prefills` are those that `price_decodes` chooses from, the cheapest first."""
+    """The prices of one request. `prefills` are those that `price_decodes` chooses from, the cheapest first.
+
+    `pulls` are what prefill workers are to fetch, by their ids.
+    """
 
     __slots__ = (
         "crowd",
@@ -165,6 +171,7 @@ class Prices:
         "new_tokens",
         "prefill_strangeness",
         "prefills",
+        "pulls",
         "request",
         "settings",
     )
@@ -181,6 +188,7 @@ class Prices:
         """The least of any; None: all are as much the request's own."""
         self.decode_strangeness: int | None = None
         self.prefills: list[Terms] = []
+        self.pulls: dict[str, Pull] = {}
         self.least_latency_s, self.most_bytes_per_s = math.inf, 1.0
 
     def look_at(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
@@ -222,7 +230,7 @@ class Prices:
             if weight:
                 redone_s = speed.computed_twice_s(held_here, held)
             price_s = queue_s + crowd * work_s + pressure_s + place_s + weight * redone_s
-            priced.append((price_s, position, view, cached, queue_s, work_s, redone_s, pressure_s, place_s, 0.0))
+            priced.append((price_s, position, view, cached, queue_s, work_s, redone_s, pressure_s, place_s, 0.0, 0.0))
             if latency_s < least_latency_s:
                 least_latency_s = latency_s
             if bytes_per_s > most_bytes_per_s:

@@ -1,13 +1,14 @@
 """A route as it is offered: where a request would go, what that is predicted to take, and what its price is made of."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, TypeVar, overload
 
 import msgspec
 
 from services.scheduling.chunks import more_steps_s, stretch_s
-from services.scheduling.routing.price import PricedWay, Prices
-from services.scheduling.routing.views import WorkerView
+from services.scheduling.routing.price import PricedWay, Prices, Terms
+from services.scheduling.routing.views import Pull, WorkerView
 
 T = TypeVar("T")
 
@@ -17,7 +18,8 @@ class Route(msgspec.Struct, frozen=True, eq=False):
 
     The second token needs the pages at the decode worker; a part of their way is hidden behind the computation.
     `num_cached_tokens` is what is reused where the prompt is computed. `inputs` are the terms of the price, for the
-    `route` span. `uncorrected_s`: the predictions of both tokens before earlier ones corrected them.
+    `route` span. `pulls` are what prefill workers are to fetch, by their ids. `uncorrected_s`: the predictions of both
+    tokens before earlier ones corrected them.
     """
 
     decode: WorkerView
@@ -30,6 +32,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     inputs: Mapping[str, float | int | str]
     predicted_second_s: float = 0.0
     uncorrected_s: tuple[float, float] | None = None
+    pulls: Mapping[str, Pull] = MappingProxyType({})
 
     def corrected(self, first: float, second: float) -> "Route":
         """Returns the route with its predictions of the first and the second token multiplied by these factors."""
@@ -117,11 +120,14 @@ def cheapest_route(prices: Prices, way: PricedWay) -> Route:
     return _route(prices, way, [view for _, _, view in by_price])
 
 
-def ordered_route(prices: Prices, prefills: Sequence[WorkerView], decode: WorkerView) -> Route:
-    """Returns the Route of a decode worker with the first of `prefills` that fits it."""
+def ordered_route(
+    prices: Prices, prefills: Sequence[WorkerView], decode: WorkerView, *, change: Callable[[list[Terms]], None]
+) -> Route:
+    """Returns the Route of a decode worker with the first of `prefills` that fits it; `change` has pulls added."""
     fits = prices.fits
     there = [prefill for prefill in prefills if fits is None or fits(prefill, decode)]
     prices.prefills = prices.price_prefills(there[:1])
+    change(prices.prefills)
     (at,) = prices.price_decodes([decode])
     return _route(prices, prices.price(at), there)
 
@@ -144,7 +150,7 @@ def _route(prices: Prices, way: PricedWay, prefills: list[WorkerView]) -> Route:
     if prices.request.pool is not None:
         inputs["pool"] = prices.request.pool
     if prefill is not None:
-        link, remote_first_s = prices.link(prefill.view, way.at.view), prefill.queue_s + prefill.work_s
+        link, remote_first_s = prices.link(prefill.view, way.at.view), prefill.queue_s + prefill.pull_s + prefill.work_s
         exposed_s = _exposed_s(prices, way)
         inputs |= {
             "prefill_worker": prefill.view.worker_id,
@@ -162,6 +168,7 @@ def _route(prices: Prices, way: PricedWay, prefills: list[WorkerView]) -> Route:
             "remote_cost_s": way.remote_s,
             "remote_ttft_s": remote_first_s,
             "remote_redone_s": prefill.redone_s,
+            **_pull_terms(prices.pulls.get(prefill.view.worker_id)),
         }
     if way.is_remote and prefill is not None:
         cached = prefill.cached_tokens
@@ -179,7 +186,20 @@ def _route(prices: Prices, way: PricedWay, prefills: list[WorkerView]) -> Route:
         predicted_itl_s=way.at.step_s,
         num_cached_tokens=cached,
         inputs=inputs,
+        pulls=prices.pulls if way.is_remote else {},
     )
+
+
+def _pull_terms(pull: Pull | None) -> dict[str, float | int | str]:
+    if pull is None:
+        return {}
+    return {
+        "pull_from": pull.holder.worker_id,
+        "pull_tokens": pull.num_tokens,
+        "pull_bytes": pull.num_bytes,
+        "pull_s": pull.time_s,
+        "pull_computing_s": pull.computing_s,
+    }
 
 
 def _lacking_bytes(prices: Prices, way: PricedWay) -> int:
@@ -196,7 +216,7 @@ def _exposed_s(prices: Prices, way: PricedWay) -> float:
         _lacking_bytes(prices, way),
         at_once_bytes=max(0, prefill.cached_tokens - way.at.cached_tokens) * bytes_per_token,
         last_bytes=num_last * bytes_per_token,
-        queue_s=prefill.queue_s,
+        queue_s=prefill.queue_s + prefill.pull_s,
         first_s=prefill.view.prefill_speed.time_s(num_last),
         work_s=prefill.work_s,
     )

@@ -14,9 +14,10 @@ from itertools import islice
 from typing import Any
 
 from services.scheduling.routing.policies import HYBRID, ONE_BY_ONE, POLICY_NAMES, Hashes, PolicyInputs, rotated
-from services.scheduling.routing.price import Hits, PricedWay, Prices, RoutingSettings
+from services.scheduling.routing.price import Hits, PricedWay, Prices, RoutingSettings, Terms
+from services.scheduling.routing.pulls import add_pulls
 from services.scheduling.routing.route import Routes, cheapest_route, ordered_route
-from services.scheduling.routing.views import Fits, RouteRequest, WorkerView, able, holders, strangeness
+from services.scheduling.routing.views import CanPull, Fits, RouteRequest, WorkerView, able, holders, strangeness
 
 Rest = Callable[[], list[WorkerView]]
 
@@ -41,21 +42,27 @@ class Router:
         decodes: Sequence[WorkerView],
         *,
         fits: Fits | None = None,
+        can_pull: CanPull | None = None,
         now_s: float,
     ) -> Routes[Any]:
         """Returns ways for a request, best first: one for each decode worker that can hold the whole sequence.
 
         A worker of another model, or kept for other tenants, or too small for the tokens, is in none of them. Prefill
-        workers that do not fit the decode worker are not in its Route.
+        workers that do not fit the decode worker are not in its Route. Without `can_pull`, nothing is pulled.
         """
         self._turn += 1
         prices = Prices(request, self._settings, fits)
         num_tokens = request.num_prompt_tokens + request.max_new_tokens
         if self.policy == HYBRID:
-            return self._cheapest(prices, prefills, decodes, num_tokens, now_s)
+            return self._cheapest(prices, prefills, decodes, num_tokens, can_pull=can_pull, now_s=now_s)
         ordered = self._ordered(prices, able(prefills, request, request.num_prompt_tokens), is_decode=False)
         ways = self._ordered(prices, able(decodes, request, num_tokens), is_decode=True)
-        return Routes(ways, lambda decode: ordered_route(prices, ordered, decode))
+
+        def change(priced: list[Terms]) -> None:
+            if can_pull is not None and request.cached_tokens:
+                add_pulls(prices, priced, workers=(prefills, decodes), can_pull=can_pull)
+
+        return Routes(ways, lambda decode: ordered_route(prices, ordered, decode, change=change))
 
     def _cheapest(
         self,
@@ -63,6 +70,8 @@ class Router:
         prefills: Sequence[WorkerView],
         decodes: Sequence[WorkerView],
         num_tokens: int,
+        *,
+        can_pull: CanPull | None,
         now_s: float,
     ) -> Routes[Any]:
         request = prices.request
@@ -72,12 +81,14 @@ class Router:
         priced = prices.price_prefills(computing)
         if request.cached_tokens:
             prices.add_hot_spots(priced, self._hits, now_s)
+            if can_pull is not None:
+                add_pulls(prices, priced, workers=(prefills, decodes), can_pull=can_pull)
         priced.sort()
         prices.prefills = priced
         ways, others = prices.cheapest(candidates, 2)
         if ways:
             best = ways[0].prefill if ways[0].is_remote else None
-            is_hit = best is not None and best.cached_tokens > 0
+            is_hit = best is not None and best.cached_tokens > 0 and not best.pull_s
             self._hits.note(best.view.worker_id if best is not None and is_hit else None, now_s)
 
         def later() -> list[PricedWay]:

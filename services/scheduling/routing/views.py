@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import msgspec
 
@@ -31,9 +31,10 @@ class WorkerView(msgspec.Struct, eq=False):
     `num_less_urgent` of them wait behind the request that asks. `num_running` sequences are in a decode worker's steps,
     with `context_tokens` tokens between them, and all of them have ended after `steps_left` steps. `waiting_tokens`
     counts prompt tokens that wait for computation there; `queue_s`, where it is known, says how long that takes.
-    `links` are the measured ones to decode workers, `link_speed` that to any other. `tenants` are the only ones it
-    works for; empty: everybody. `pool` is its label. `measured` is its own speed with prompts now, for predictions: of
-    two workers that are alike one would get everything if prices used it.
+    `links` are the measured ones to other workers, `link_speed` that to any other. With `can_pull` it gives pages of
+    its cache to prefill workers and, as one of them, takes some. `tenants` are the only ones it works for; empty:
+    everybody. `pool` is its label. `measured` is its own speed with prompts now, for predictions: of two workers that
+    are alike one would get everything if prices used it.
     """
 
     worker_id: str
@@ -48,6 +49,7 @@ class WorkerView(msgspec.Struct, eq=False):
     context_tokens: int = 0
     model: str = ""
     region: str = ""
+    can_pull: bool = False
     tenants: frozenset[str] = frozenset()
     pool: str = ""
     page_size: int = 16
@@ -137,6 +139,22 @@ def strangeness(view: WorkerView, request: RouteRequest) -> int:
     is_shared = bool(request.tenant) and not view.tenants
     return is_shared + (request.pool is not None and view.pool != request.pool)
 
+
+class Pull(NamedTuple):
+    """The first `num_tokens` tokens of a prompt, of which a prefill worker is to fetch what it lacks from `holder`.
+
+    Fetching is predicted to take `time_s`, and computing them `computing_s`.
+    """
+
+    holder: WorkerView
+    num_tokens: int
+    num_bytes: int
+    time_s: float
+    computing_s: float
+
+
+CanPull = Callable[[WorkerView, WorkerView], bool]
+"""(holder, prefill worker) → whether pages may go from one to the other before the prompt is computed."""
 
 Fits = Callable[[WorkerView, WorkerView], bool]
 """(prefill worker, decode worker) → whether pages can go from one to the other."""

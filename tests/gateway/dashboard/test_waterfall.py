@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.dashboard.waterfall import bars, parts, reasons
 from gateway.observability.history import AnswerStory, AttemptStory
+from gateway.topology.events import PrefillStarted
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.route import rival_of
@@ -113,6 +114,24 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     # What was tried again has nothing to be compared with.
     story.note_route(route, None, prefill="p-0", began_us=15, placed_us=19)
     assert story.predicted() is None
+
+
+def test_a_beginning_that_was_to_be_fetched_is_told_as_predicted_and_as_it_came() -> None:
+    asked = RouteRequest(num_prompt_tokens=1000, max_new_tokens=50, cached_tokens={"d-0": 960}, kv_bytes_per_token=1000)
+    prefills, decodes = [view("p-0", can_pull=True)], [view("d-0", can_pull=True, waiting_tokens=90_000), view("d-1")]
+    route = Router().route(asked, prefills, decodes, can_pull=lambda holder, prefill: True, now_s=0.0)[0]
+    pull = route.pulls["p-0"]
+    story = AnswerStory([("queue", 0)])
+    story.note_route(route, None, prefill="p-0", began_us=5, placed_us=9)
+    attempt = story.attempts[0]
+    assert sum(parts(attempt).values()) == attempt.price_us
+    assert parts(attempt)["fetching what another worker holds"] == pytest.approx(pull.time_s * 1e6, abs=1)
+    told = reasons(attempt, 1000)
+    assert told[-1].startswith("the first 960 of them were to come from d-0: fetching them was predicted to take ")
+    story.note_prompt("p-0", PrefillStarted(0.0, 960, 0, 960, 0.02))
+    assert reasons(attempt, 1000) == [*told, "960 had come after 20 ms"]
+    story.note_prompt("p-0", PrefillStarted(0.0, 0, 0, 0, 0.03))
+    assert reasons(attempt, 1000) == [*told, "none came within 30 ms, so they were computed"]
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from gateway.dashboard.waterfall import parts, reasons
 from gateway.observability.history import ROW_BYTES, AnswerStory, AttemptStory, History, Query, Row
+from gateway.topology.events import PrefillStarted
 from services.scheduling.overload import Targets
 from services.scheduling.routing.route import Route
 
@@ -92,7 +93,7 @@ def test_a_story_has_a_bound() -> None:
 def test_what_workers_say_that_cannot_be_is_left_out() -> None:
     story = AnswerStory([("queue", 0)])
     story.note_move("d", 0)
-    story.note_prompt("p", math.nan)
+    story.note_prompt("p", PrefillStarted(math.nan))
     story.note_handoff(num_pages=1, num_bytes=2, exposed_s=math.inf, transport="shm", chunks=[(math.nan, -math.inf, 3)])
     (attempt,) = story.attempts
     assert (attempt.waited_us, attempt.exposed_us, attempt.chunks) == (0, 0, [(0, 0, 3)])

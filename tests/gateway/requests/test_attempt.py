@@ -24,6 +24,7 @@ from gateway.topology.events import (
     HandedOff,
     Paused,
     PrefillStarted,
+    PullOrder,
     SequenceOrder,
 )
 from gateway.topology.reports import WorkerLoad
@@ -57,8 +58,9 @@ class Session:
     def admit(self, order, *, is_local_prefill, is_from_decode=False):
         self.sent.append("admit from decode" if is_from_decode else "admit")
 
-    def prefill(self, order, *, decode):
+    def prefill(self, order, *, decode, pull=None):
         self.sent.append("prefill")
+        self.pull = pull
 
     def hand_over(self, key, *, next_attempt, decode):
         self.sent.append("hand over")
@@ -182,6 +184,18 @@ async def test_refused_prefill_uses_the_next_and_then_gives_up():
     third.tell(third.prefill, Declined(NoFreePages("full")))
     with pytest.raises(CrowdedOut):
         await third.attempt.next_arrived()
+
+
+async def test_each_prefill_worker_is_told_what_it_is_to_fetch_itself():
+    scene, second = Scene(), Session("second")
+    scene.attempt._at.add(scene.decode)
+    pull = PullOrder("holder", "1" * 32, "h:2", 800, 0.5)
+    scene.attempt.start_prefill([scene.prefill, second], {"second": pull})
+    scene.attempt.watch.prompt_refused = lambda worker_id: None
+    assert (scene.prefill.pull, scene.attempt.facts.pull) == (None, None)
+    scene.tell(scene.prefill, Declined(NoFreePages("full")))
+    await scene.attempt.next_arrived()
+    assert second.pull is scene.attempt.facts.pull is pull
 
 
 async def test_events_of_other_workers_are_nobodys():

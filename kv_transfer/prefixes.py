@@ -1,0 +1,181 @@
+"""Prefixes that one worker asks another one for: the question, and the handoff that answers it.
+
+The holder sends, so the pages travel over a Link from the holder to the worker that asks, as in any other handoff: the
+seal's first token is the one behind the prefix. The holder holds nothing for it. Should a page be given to another use
+while it is read, the transfer fails, so its own requests never wait for a page because of it.
+
+Knows no engine and no role: what is found is a function of the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.send_link import HandoffStats, link_error
+from kv_transfer.sending import SendLinks
+from protos import link_pb2, link_pb2_grpc
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.errors import InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
+from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
+
+SERVICE_NAME = "tandem.v1.Prefixes"
+GIVE = "/tandem.v1.Prefixes/Give"
+"""The method as proofs name it."""
+MAX_GIVING = 4
+"""Prefixes that a worker gives at a time; with one more, the worker that asks computes."""
+MAX_TOKENS = 1 << 20
+HEAR_S = 5.0
+"""Time in which a caller says what it wants."""
+
+
+class FoundPages(Protocol):
+    """Pages of a pool, and the uses of them that were meant."""
+
+    @property
+    def page_ids(self) -> tuple[int, ...]:
+        """The pages, in the order of the tokens."""
+        ...
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """The generation of each page."""
+        ...
+
+
+FindPages = Callable[[list[int], str], Awaitable[FoundPages]]
+"""Returns the pages that hold the first of some tokens, for the sharers that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """What a worker asks a holder for; `token_ids` has one token more than the prefix.
+
+    `page_size` is that of the worker that asks, `sharers` names those who share the pages.
+    """
+
+    transfer_id: TransferId
+    token_ids: Sequence[int]
+    sharers: str
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPeer:
+    """A worker at one end: where its gRPC server is, and which of its lives is meant."""
+
+    address: str
+    incarnation: str
+
+
+async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: PrefixPeer, deadline: Deadline) -> int:
+    """Has a holder send a prefix to `asker`, which is this worker; returns the bytes when the pages are committed.
+
+    Ends the transfer when it is cancelled. Raises WorkerUnavailable where the holder cannot be reached, TransferFailed,
+    Overloaded, LayoutMismatch, NotProven.
+    """
+    channel = make_channel(holder.address)
+    call = None
+    try:
+        proof = await prove(channel, GIVE, incarnation=holder.incarnation)
+        call = link_pb2_grpc.PrefixesStub(channel).Give(metadata=metadata_of(proof))
+        await check_answer(proof, call)
+        await call.write(
+            link_pb2.GivePrefix(
+                id=link_pb2.TransferId(request_id=wanted.transfer_id.request_id, attempt=wanted.transfer_id.attempt),
+                giver_incarnation=holder.incarnation,
+                address=asker.address,
+                incarnation=asker.incarnation,
+                token_ids=wanted.token_ids,
+                cache_salt=wanted.sharers,
+                page_size=wanted.page_size,
+                deadline_ms=max(1, deadline.remaining_ms()),
+            )
+        )
+        given = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise link_error(error) from error
+    except asyncio.InvalidStateError as error:  # a write to a call that has just ended
+        raise WorkerUnavailable("the holder ended the call") from error
+    finally:
+        if call is not None:
+            call.cancel()
+        await channel.close()
+    if not isinstance(given, link_pb2.PrefixGiven):
+        raise WorkerUnavailable("the holder ended the call")
+    return given.num_bytes
+
+
+class PrefixGiver(link_pb2_grpc.PrefixesServicer):
+    """Serves `tandem.v1.Prefixes` of a worker with pages of `page_size` tokens."""
+
+    def __init__(
+        self, links: SendLinks, find: FindPages, *, incarnation: str, page_size: int, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._links = links
+        self._find = find
+        self._incarnation = incarnation
+        self._page_size = page_size
+        self._clock = clock
+        self._num_giving = 0
+
+    async def Give(
+        self,
+        request_iterator: AsyncIterator[link_pb2.GivePrefix],
+        context: grpc.aio.ServicerContext[link_pb2.GivePrefix, link_pb2.PrefixGiven],
+    ) -> AsyncIterator[link_pb2.PrefixGiven]:
+        """Sends the pages that a caller asks for, as far as they are here."""
+        if self._num_giving >= MAX_GIVING:
+            raise Overloaded(f"the worker gives {MAX_GIVING} prefixes already")
+        self._num_giving += 1
+        try:
+            asked = await _heard(request_iterator)
+            if asked.giver_incarnation != self._incarnation:
+                raise WorkerUnavailable("the holder is not the incarnation that was meant")
+            num_tokens, stats = await self._give(asked)
+            yield link_pb2.PrefixGiven(num_tokens=num_tokens, num_bytes=stats.num_bytes)
+        finally:
+            self._num_giving -= 1
+
+    async def _give(self, asked: link_pb2.GivePrefix) -> tuple[int, HandoffStats]:
+        token_ids = list(asked.token_ids)
+        found = await self._find(token_ids[:-1], asked.cache_salt)
+        num_tokens = min(len(found.page_ids) * self._page_size, len(token_ids) - 1)
+        num_tokens -= num_tokens % asked.page_size
+        if not num_tokens:
+            raise TransferFailed("the prefix is not here")
+        num_pages = -(-num_tokens // self._page_size)
+        transfer = await self._links.reserve(
+            asked.address,
+            asked.incarnation,
+            TransferId(asked.id.request_id, asked.id.attempt),
+            num_tokens=num_tokens,
+            deadline=Deadline.from_remaining_ms(asked.deadline_ms, clock=self._clock),
+        )
+        try:
+            transfer.send(0, found.page_ids[:num_pages], generations=found.generations[:num_pages])
+            stats = await transfer.seal(
+                num_tokens=num_tokens, first_token_id=token_ids[num_tokens], sampling_position=num_tokens + 1
+            )
+        except BaseException:
+            transfer.give_up(TransferFailed("the prefix could not be given"))
+            raise
+        return num_tokens, stats
+
+
+async def _heard(requests: AsyncIterator[link_pb2.GivePrefix]) -> link_pb2.GivePrefix:
+    """Returns what a caller asks for. Raises InvalidRequest for what cannot be, WorkerUnavailable for silence."""
+    try:
+        async with asyncio.timeout(HEAR_S):
+            asked = await anext(aiter(requests))
+    except (TimeoutError, StopAsyncIteration):
+        raise WorkerUnavailable("the caller did not say what it wants in time") from None
+    is_sized = 2 <= len(asked.token_ids) <= MAX_TOKENS
+    if not is_sized or not asked.id.request_id or not asked.id.attempt or not asked.page_size or not asked.deadline_ms:
+        raise InvalidRequest("a prefix needs an id, tokens, a page size and a deadline", field="id")
+    return asked
