@@ -22,15 +22,17 @@ _WORKLOAD = text(pattern=r"(statefulsets|deployments)/[a-z0-9.-]{1,253}", rule="
 class ScalingSettings:
     """When the number of workers changes, and by how much."""
 
-    scale_every: float = option(number(0.5, 3600), default=10.0, help="Seconds between two decisions.")
+    scale_every: float = option(number(0.5, 3600), default=5.0, help="Seconds between two decisions.")
     scale_start_up: float = option(
         number(0, 86_400), default=120.0, help="Seconds from the order of a worker until it takes requests."
     )
     scale_settle: float = option(
-        number(0, 86_400), default=60.0, help="Seconds without need for a worker before it is taken away."
+        number(0, 86_400), default=30.0, help="Seconds without need for a worker before it is taken away."
     )
     scale_backlog: float = option(
-        number(0.1, 86_400), default=20.0, help="Seconds within which more prefill workers are to work off what waits."
+        number(0.1, 86_400),
+        default=20.0,
+        help="Seconds, beside those of a start-up, within which more prefill workers are to work off what waits.",
     )
     scale_give_up: float = option(
         number(1, 86_400),
@@ -38,7 +40,7 @@ class ScalingSettings:
         help="Seconds beyond their start-up after which workers that have not come are given up: no more are ordered.",
     )
     scale_headroom: float = option(
-        number(1, 10), default=1.2, help="How many times the workers that a load takes there are to be."
+        number(1, 10), default=1.1, help="How many times the workers that a load takes there are to be."
     )
     scale_tpot: float | None = option(
         number(1e-6), default=None, help="Seconds per token after the first that batches must keep; else the largest."

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 SIGMAS = 1.5
 """How far above its mean a forecast's upper end lies."""
-NUM_TREND = 8
-"""Slots that the trend is drawn through."""
+NUM_TREND, TREND_S = 8, 80.0
+"""Slots that the trend is drawn through: at least this many, and those of this time."""
 NUM_LEVEL = 3
 """Slots that say how much of the season has come."""
 NUM_ERRORS = 16
@@ -45,15 +45,19 @@ class Forecaster:
         assert season is None or season > NUM_LEVEL, "a season is longer than what tells its level"
         self._slot_s = slot_s
         self._season = season
-        self._rates: deque[float] = deque(maxlen=max(NUM_TREND, 0 if season is None else season + NUM_ERRORS + 1))
+        self._num_trend = max(NUM_TREND, round(TREND_S / slot_s))
+        self._rates: deque[float] = deque(maxlen=max(self._num_trend, 0 if season is None else season + NUM_ERRORS + 1))
 
     def add(self, rate_per_s: float) -> None:
         """Takes the rate of the slot that has ended."""
         assert rate_per_s >= 0, "requests only come"
         self._rates.append(rate_per_s)
 
-    def ahead(self, seconds: float) -> Forecast:
-        """Returns the forecast for the slot that is this far in the future; 0: the one that begins now."""
+    def ahead(self, seconds: float, *, caution: float = 1.0) -> Forecast:
+        """Returns the forecast for the slot that is this far in the future; 0: the one that begins now.
+
+        `caution`: the part of the uncertainty that its upper end has.
+        """
         if not self._rates:
             return Forecast(0.0, 0.0)
         slots = seconds / self._slot_s + 1
@@ -61,10 +65,10 @@ class Forecaster:
         mean, spread = seasonal if seasonal is not None else self._trend(slots)
         spread = max(spread, math.sqrt(max(mean, 0.0) / self._slot_s))
         mean = max(0.0, mean)
-        return Forecast(mean, mean + SIGMAS * spread)
+        return Forecast(mean, mean + caution * SIGMAS * spread)
 
     def _trend(self, slots: float) -> tuple[float, float]:
-        rates = list(self._rates)[-NUM_TREND:]
+        rates = list(self._rates)[-self._num_trend :]
         count = len(rates)
         level = sum(rates) / count
         if count < 3:

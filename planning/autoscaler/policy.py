@@ -26,7 +26,7 @@ class AutoscalerSettings:
     interval_s: float = 10.0
     settle_s: float = 30.0
     backlog_s: float = 20.0
-    """Within this time a backlog is to be gone."""
+    """Within this time and that of a start-up more workers are to work off a backlog."""
     min_prefill: int = 1
     min_decode: int = 1
     max_workers: int = 1000
@@ -93,9 +93,11 @@ class Autoscaler:
         missing = self._missing(seen)
         reach_s = settings.start_up_s + settings.interval_s
         steps = [step * settings.interval_s for step in range(math.ceil(reach_s / settings.interval_s) + 1)]
-        upper = max(self._forecaster.ahead(step).upper for step in steps)
+        # What is missing later cannot be had sooner, so that the uncertainty counts the more the farther ahead it is.
+        upper = max(self._forecaster.ahead(step, caution=step / steps[-1]).upper for step in steps)
         least_prefill, least_decode = self.need(upper, seen.mean_prompt, seen.mean_answer)
-        extra = seen.backlog_s / settings.backlog_s
+        # What is ordered for a backlog comes when what is on its way already has worked off a part of it.
+        extra = seen.backlog_s / (settings.backlog_s + settings.start_up_s)
         wanted_prefill = max(settings.min_prefill, math.ceil(settings.headroom * least_prefill + extra))
         wanted_decode = max(settings.min_decode, math.ceil(settings.headroom * least_decode))
         has_prefill, has_decode = seen.prefill + seen.starting_prefill, seen.decode + seen.starting_decode

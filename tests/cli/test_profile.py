@@ -37,7 +37,7 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
     api.routes["POST /v1/completions"] = answer
     file = tmp_path / "m.json"
     words = ["--url", api.url, "--prompts", "20,100,200", "--batches", "1,2", "--contexts", "20,100"]
-    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2"]) == 0
+    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2", "--pause", "0"]) == 0
     assert "m: prompts: error mean" in capsys.readouterr().out
     found = read_measured(file)
     assert (found.kv_tokens, found.max_batch, found.kv_bytes_per_token) == (1600, 4, 100)
@@ -49,6 +49,36 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
     rows = [{"timestamp": 100 * n, "input_length": 50, "output_length": 8, "hash_ids": [n]} for n in range(5)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["replay", str(trace), "--measured", str(file)]) == 0
+
+
+@pytest.mark.parametrize(("pause", "is_cold"), [("0.3", True), ("0", False)])
+def test_workers_are_measured_after_a_pause_as_most_requests_meet_them(
+    api: Any, tmp_path: Path, pause: str, is_cold: bool
+) -> None:
+    last_end_s = time.monotonic()
+
+    def answer() -> list[Any]:
+        was_idle_s = time.monotonic() - last_end_s
+
+        def pieces() -> Any:
+            nonlocal last_end_s
+            time.sleep(0.1 if was_idle_s > 0.25 else 0.005)
+            for _ in range(api.requests[-1][1]["max_tokens"]):
+                yield {"choices": [{"text": "x"}]}
+                time.sleep(0.001)
+            last_end_s = time.monotonic()
+            yield {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 16}}
+            yield b"data: [DONE]\n\n"
+
+        return pieces()  # type: ignore[no-any-return]  # the fake stands for an untyped iterator
+
+    api.routes["GET /v1/models"] = (200, {"data": [{"id": "m"}]})
+    api.routes["GET /cluster"] = (404, {"error": {"message": "no such page"}})
+    api.routes["POST /v1/completions"] = answer
+    file = tmp_path / "m.json"
+    words = ["--url", api.url, "--prompts", "20,21,22", "--batches", "1", "--contexts", "20,30,40"]
+    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "1", "--pause", pause]) == 0
+    assert (min(one.first_s for one in read_measured(file).prompts) >= 0.1) == is_cold
 
 
 def test_steps_are_those_in_which_all_answers_run() -> None:

@@ -42,7 +42,13 @@ def arrivals(rate: Rate, lengths: Lengths, end_s: float, *, seed: int = 1) -> Tr
 
 
 def run(
-    rate: Rate, lengths: Lengths, end_s: float, settings: AutoscalerSettings, *, workers: tuple[int, int] = (1, 1)
+    rate: Rate,
+    lengths: Lengths,
+    end_s: float,
+    settings: AutoscalerSettings,
+    *,
+    workers: tuple[int, int] = (1, 1),
+    seed: int = 1,
 ) -> Scaled:
     spec = ClusterSpec(
         num_prefill=workers[0],
@@ -53,7 +59,7 @@ def run(
         max_waiting=10**6,
     )
     autoscaler = Autoscaler(settings, need_of(MOE, MOE, targets=TARGETS))
-    return scaled(arrivals(rate, lengths, end_s), spec, autoscaler=autoscaler, first=lengths(0.0))
+    return scaled(arrivals(rate, lengths, end_s, seed=seed), spec, autoscaler=autoscaler, first=lengths(0.0))
 
 
 def goodput(found: Scaled, *, since_s: float = 0.0) -> float:

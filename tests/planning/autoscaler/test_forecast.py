@@ -77,3 +77,21 @@ def test_the_second_public_week_is_forecast_better_than_by_the_same_slot_of_the_
         forecaster.add(rate)
     assert ours <= share * theirs
     assert num_above / 990 < 0.3
+
+
+def test_a_part_of_the_uncertainty_is_taken_where_less_caution_is_asked_for() -> None:
+    forecaster = Forecaster(10.0)
+    for rate in (4.0, 6.0, 5.0, 7.0, 4.0, 6.0):
+        forecaster.add(rate)
+    full, half, none = (forecaster.ahead(60.0, caution=caution) for caution in (1.0, 0.5, 0.0))
+    assert full.mean == half.mean == none.mean == none.upper
+    assert half.upper - half.mean == pytest.approx((full.upper - full.mean) / 2)
+    assert full.upper > full.mean
+
+
+@pytest.mark.parametrize(("slot_s", "is_rising"), [(5.0, True), (10.0, False), (600.0, False)])
+def test_a_trend_is_drawn_through_the_same_time_of_shorter_slots(slot_s: float, is_rising: bool) -> None:
+    forecaster = Forecaster(slot_s)
+    for rate in [1.0] * 8 + [9.0] * 8:
+        forecaster.add(rate)
+    assert (forecaster.ahead(0.0).mean > 9.5) == is_rising

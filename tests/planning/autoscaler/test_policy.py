@@ -67,10 +67,10 @@ def test_less_comes_only_after_it_has_been_quiet() -> None:
 
 
 def test_a_backlog_asks_for_prefill_workers_only() -> None:
-    quiet, behind = Clock().pass_by(10), Clock().pass_by(10, backlog_s=100.0)
-    assert behind.prefill == quiet.prefill + 5
+    quiet, behind = Clock().pass_by(10), Clock().pass_by(10, backlog_s=400.0)
+    assert behind.prefill == quiet.prefill + 5, "20 s and a start-up of 60 s to work off 400 s"
     assert behind.decode == quiet.decode
-    assert "backlog of 100 s" in behind.reason
+    assert "backlog of 400 s" in behind.reason
 
 
 @pytest.mark.parametrize("changes_roles", [True, False])

@@ -1,6 +1,7 @@
 """An autoscaler in a simulated cluster: the issue's waves, a mix that turns, and a catalogue of loads."""
 
 import math
+from statistics import fmean
 
 import pytest
 
@@ -9,6 +10,7 @@ from planning.simulator.report import percentile, ttft_s
 from tests.planning.autoscaler.small import Lengths, Rate, goodput, perfect_seconds, run
 
 SLOW = AutoscalerSettings(start_up_s=120.0)
+LEAN = AutoscalerSettings(start_up_s=120.0, interval_s=5.0, settle_s=10.0, headroom=1.0)
 QUICK = AutoscalerSettings(start_up_s=30.0)
 
 
@@ -23,9 +25,10 @@ def test_a_wave_is_ridden() -> None:
     def lengths(_: float) -> tuple[int, int]:
         return 8000, 1000
 
-    found = run(sine, lengths, 900, SLOW)
-    assert goodput(found) >= 0.8
-    assert found.run.worker_seconds <= 1.5 * perfect_seconds(sine, lengths, 900, start_up_s=120.0)
+    perfect = perfect_seconds(sine, lengths, 900, start_up_s=120.0)
+    found = [run(sine, lengths, 900, LEAN, seed=seed) for seed in (1, 2, 3)]
+    assert fmean(map(goodput, found)) >= 0.8
+    assert fmean(one.run.worker_seconds for one in found) <= 1.25 * perfect
 
 
 def test_a_ramp_keeps_first_tokens_quick() -> None:

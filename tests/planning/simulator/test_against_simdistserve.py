@@ -76,8 +76,21 @@ def test_times_are_close_to_those_of_simdistserve(tp_prefill: int, rate: str) ->
     assert max(abs(mine / theirs - 1) for mine, theirs in zip(ttft, expected_ttft, strict=True)) < 1e-5
     errors = sorted(abs(mine / theirs - 1) for mine, theirs in zip(tpot, expected_tpot, strict=True))
     assert sum(errors) / 500 < 0.004
-    assert errors[int(0.94 * 500)] < 0.01, (
-        "the others join a batch one step earlier or later, which counts if it is short"
+    assert errors[int(0.94 * 500)] < 0.01
+    # All later tokens of an answer together are off by a step at most: it joins the batch during another step, since
+    # the steps of a long run begin at other moments. For an answer of few tokens that is more than 1 %.
+    in_steps = [
+        abs(mine / theirs - 1) * (job.num_output_tokens - 1)
+        for mine, theirs, job in zip(tpot, expected_tpot, run.jobs, strict=True)
+    ]
+    assert max(in_steps) < 1.05
+    assert (
+        max(
+            job.num_output_tokens
+            for job, steps in zip(run.jobs, in_steps, strict=True)
+            if steps > 0.01 * (job.num_output_tokens - 1)
+        )
+        <= 100
     )
     # Theirs are printed to 0.1 µs. It differs a little on decode steps: batches form differently.
     for measured, expected, error in ((ttft, expected_ttft, 1e-5), (tpot, expected_tpot, 0.015)):
