@@ -259,9 +259,9 @@ class Gateway:
         pace = StreamPace(config.stream_head_s, config.stream_comment_s)
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
         batch_routes = BatchesApi(batches.store, files, bodies=self._bodies, on_change=batches.poke).routes()
-        routes = [*file_routes, *batch_routes, *self.stored.routes()]
+        routes = [*file_routes, *batch_routes, *self.stored.routes(self._bodies)]
         return HttpServer(
-            self._guarded(self.api.app(routes, pace=pace, keeper=self.stored.keeper), bound_to=config.http_host),
+            self._guarded(self.api.app(routes, pace=pace, keepers=self.stored.keepers), bound_to=config.http_host),
             identity=rpc.identity(),
             max_connections=min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // HTTP_PART),
         )

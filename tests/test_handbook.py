@@ -99,6 +99,7 @@ def test_every_code_that_an_operator_can_change_something_about_is_in_troublesho
         *("missing_required_parameter", "unsupported_endpoint", "not_found", "method_not_allowed", "cancelled"),
         *("response_not_found", "response_not_background", "invalid_form", "empty_file"),
         *("previous_response_not_found", "previous_response_not_complete"),
+        *("conversation_not_found", "item_not_found", "completion_not_found"),
         *("request_timeout", "request_too_large", "url_too_long", "request_head_too_large"),
         *("unsupported_media_type", "unsupported_encoding"),
     }

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from gateway.openai.vocabulary import WORDS, Refused  # noqa: E402
 from gateway.openapi.document import document  # noqa: E402 - the path comes first
-from gateway.openapi.operations import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS  # noqa: E402
+from gateway.openapi.operation import ANSWER_HEADERS, REQUEST_HEADERS  # noqa: E402
+from gateway.openapi.operations import OPERATIONS  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 SCHEMAS: dict[str, Any] = document(asks_for_keys=False)["components"]["schemas"]

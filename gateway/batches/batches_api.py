@@ -7,7 +7,7 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -43,6 +43,8 @@ MAX_REQUEST_BYTES = 64 * 1024
 DEFAULT_LIST_LIMIT = 20
 MAX_LIST_LIMIT = 100
 RETRY_AFTER_S = 60.0
+
+Body = TypeVar("Body")
 
 MetadataKey = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
@@ -89,8 +91,7 @@ class BatchesApi:
 
     async def _create(self, request: Request) -> Response:
         key: ApiKey = request.state.key
-        check_json_type(request.headers.get("content-type", ""))
-        asked = await self._bodies.take(functools.partial(_body, request), _parse, tenant=key.tenant)
+        asked = await read_json(request, CreateBatch, bodies=self._bodies)
         if asked.endpoint not in ENDPOINTS:
             raise _invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         if asked.completion_window not in WINDOWS_S:
@@ -140,7 +141,7 @@ class BatchesApi:
 
     async def _cancel(self, request: Request) -> Response:
         with self._bodies.claim(request.state.key.tenant) as claim:
-            await _body(request, claim)
+            await _body(request, claim, max_bytes=MAX_REQUEST_BYTES)
         batch = await self._find(request)
         reply = await self._batches.cancel(batch.id, batch.order.tenant)
         batch = await self._find(request)
@@ -185,9 +186,19 @@ _FIELD = re.compile(r"`(?:\$\.)?([A-Za-z_.]+)[^`]*`$")
 _STAMPED = tuple(status.value for status in Status if status is not Status.VALIDATING)
 
 
-def _parse(body: bytes) -> CreateBatch:
+async def read_json(
+    request: Request, body_type: type[Body], *, bodies: Bodies, max_bytes: int = MAX_REQUEST_BYTES
+) -> Body:
+    """Returns the body of a request. Raises HttpRefusal for one that is not taken, InvalidRequest for a wrong one."""
+    check_json_type(request.headers.get("content-type", ""))
+    receive = functools.partial(_body, request, max_bytes=max_bytes)
+    key: ApiKey = request.state.key
+    return await bodies.take(receive, functools.partial(_parse, body_type=body_type), tenant=key.tenant)
+
+
+def _parse(body: bytes, *, body_type: type[Body]) -> Body:
     try:
-        asked = msgspec.json.decode(body, type=CreateBatch)
+        asked = msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
         # Its words end with a place, such as `$.metadata[...]`, or with a member's name.
         what = str(error).partition(" - at `")[0]
@@ -205,25 +216,23 @@ def _invalid(field: str, rule: str) -> InvalidRequest:
     return InvalidRequest(f"{field} {rule}", field=field, code="invalid_value")
 
 
-async def _body(request: Request, claim: Claim) -> bytes:
+async def _body(request: Request, claim: Claim, *, max_bytes: int) -> bytes:
     """Returns the whole body. Raises HttpRefusal for one that is too large or does not come."""
-    body = b""
-    _check_size(int(request.headers.get("content-length", 0)))
+    body = bytearray()
+    _check_size(int(request.headers.get("content-length", 0)), max_bytes)
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
             async for piece in request.stream():
-                _check_size(len(body) + len(piece))
+                _check_size(len(body) + len(piece), max_bytes)
                 claim.add(len(piece))
                 body += piece
     except TimeoutError:
         raise too_slow(MAX_BODY_READ_S) from None
     except ClientDisconnect:
         raise RequestCancelled("the client left") from None
-    return body
+    return bytes(body)
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_REQUEST_BYTES:
-        raise HttpRefusal(
-            f"the body must have at most {MAX_REQUEST_BYTES} bytes", http_status=413, code="request_too_large"
-        )
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise HttpRefusal(f"the body must have at most {max_bytes} bytes", http_status=413, code="request_too_large")

@@ -78,6 +78,13 @@ class Answers(ABC):
     async def wholes(self) -> list[Whole]:
         """Returns all answers, complete. Raises what ended one of them."""
 
+    def record(self) -> None:  # noqa: B027 - answers that can be read again need not be
+        """Has `recorded` return what `parts` yields from now on."""
+
+    @abstractmethod
+    def recorded(self) -> list[Whole]:
+        """Returns all answers, whose parts were read to their ends; also what a client had before."""
+
     @abstractmethod
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         """Returns (usage, token ids of the prompt) of each answer, once all are complete."""
@@ -184,13 +191,23 @@ class _PlainAnswers(Answers):
         self._streams = streams
         self._paths = paths
         self._usages: dict[int, Usage] = {}
+        self._growing: list[_Growing] = []
+        """The answers so far, where they are recorded."""
+
+    def record(self) -> None:
+        self._growing = [_Growing() for _ in self.specs]
+
+    def recorded(self) -> list[Whole]:
+        return [answer.whole(spec) for answer, spec in zip(self._growing, self.specs, strict=True)]
 
     async def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
         if len(self._streams) == 1:
-            self._paths[0].take = take_now
+            self._paths[0].take = take_now if take_now is None or not self._growing else self._recording(take_now)
             async with contextlib.aclosing(self._streams[0]) as deltas:
                 is_first = True
                 async for delta in deltas:
+                    if self._growing:
+                        self._growing[0].take(delta)
                     if delta.usage is not None:
                         self._usages[0] = delta.usage
                     yield Part(0, delta, is_first)
@@ -199,10 +216,15 @@ class _PlainAnswers(Answers):
         seen: set[int] = set()
         async with contextlib.aclosing(merged(self._streams)) as parts:
             async for choice, delta in parts:
+                if self._growing:
+                    self._growing[choice].take(delta)
                 if delta.usage is not None:
                     self._usages[choice] = delta.usage
                 yield Part(choice, delta, choice not in seen)
                 seen.add(choice)
+
+    def _recording(self, take_now: TakeNow) -> TakeNow:
+        return lambda delta: take_now(delta) and self._growing[0].take(delta)
 
     async def wholes(self) -> list[Whole]:
         if len(self._streams) == 1:
@@ -247,6 +269,16 @@ class _NamedAnswers(Answers):
             async for part in parts:
                 answers[part.choice].take(part.delta)
         return [answer.whole(spec) for answer, spec in zip(answers, self.specs, strict=True)]
+
+    def recorded(self) -> list[Whole]:
+        wholes = []
+        for spec, answer in zip(self.specs, self._reader.answers, strict=True):
+            known = self.known(spec.choice, None, has_all=True)
+            logprobs = None if known.logprobs is None else list(known.logprobs)
+            growing = _Growing()
+            growing.take(Delta(0, list(known.token_ids), known.text, logprobs, answer.finish_reason, answer.usage))
+            wholes.append(growing.whole(spec))
+        return wholes
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         return self._reader.usages()

@@ -54,7 +54,8 @@ from gateway.openai.responses_request import ResponsesRequest, own_words
 from gateway.openai.responses_writer import ResponsesWriter
 from gateway.openai.writer import Head, Whole, Writer, system_fingerprint
 from gateway.requests.lifecycle import Requests
-from gateway.stored.keeping import Kept, ResponseKeeper
+from gateway.stored.kept import Kept
+from gateway.stored.service import Keepers
 from services.runtime import status
 from services.runtime.errors import PermissionDenied, RequestCancelled, TandemError, Unauthenticated
 
@@ -65,7 +66,7 @@ API_PATHS = frozenset(
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
 
 UNPREFIXED = frozenset(
-    {"/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"}
+    {"/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models", "/conversations"}
     | {"/chat/completions/input_tokens", "/responses/input_tokens"}
 )
 """Paths that are served below the prefix, whichever way they are asked for."""
@@ -98,7 +99,7 @@ class HttpApi:
         pages: OperatorPages,
     ) -> None:
         self._requests = requests
-        self._keeper: ResponseKeeper | None = None
+        self._keepers: Keepers | None = None
         self._door = door
         self._bodies = bodies
         self._metrics = metrics
@@ -116,16 +117,24 @@ class HttpApi:
         more_routes: Sequence[BaseRoute] = (),
         *,
         pace: StreamPace = _USUAL_PACE,
-        keeper: ResponseKeeper | None = None,
+        keepers: Keepers | None = None,
     ) -> App:
         """Returns the ASGI application, for `gateway.http.server`. `more_routes` ask for a key like the others.
 
-        `keeper` None: no response is kept, nor generated in the background.
+        `keepers` None: no answer is kept, nor generated in the background.
         """
-        self._pace, self._keeper = pace, keeper
+        self._pace, self._keepers = pace, keepers
         fast = self._fast_routes()
-        routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
-        routes += [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
+        others = [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
+        shared = {route.path: route for route in others if isinstance(route, Route) and route.path in fast}
+        for route in shared.values():
+            # `dispatch` answers it; here it is what a 405 names.
+            route.methods = {*(route.methods or ()), "POST"}
+        # First, as their paths may look like those of stored answers.
+        routes: list[BaseRoute] = [
+            Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items() if path not in shared
+        ]
+        routes += others
         self.routes = routes
         starlette = with_ids(self._starlette(routes))
 
@@ -164,7 +173,9 @@ class HttpApi:
         tokenization = Tokenization(self._requests, door=self._door, bodies=self._bodies)
         served: dict[str, Serve] = {
             "/v1/completions": partial(self._generate, body_type=CompletionRequest, writer_type=CompletionWriter),
-            "/v1/chat/completions": partial(self._generate, body_type=ChatRequest, writer_type=ChatWriter),
+            "/v1/chat/completions": partial(
+                self._generate, body_type=ChatRequest, writer_type=ChatWriter, begin=self._begin_chat
+            ),
             "/v1/responses": self._responses,
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": tokenization.count_message,
@@ -251,10 +262,19 @@ class HttpApi:
     async def _begin_response(self, exchange: Exchange, read: HttpCall, key: ApiKey, claim: Claim) -> Kept | None:
         request = read.body
         assert isinstance(request, ResponsesRequest)
-        if self._keeper is not None:
-            return await self._keeper.begin(exchange, request, call=read.call, key=key, claim=claim)
+        if self._keepers is not None:
+            return await self._keepers.responses.begin(exchange, request, call=read.call, key=key, claim=claim)
         request.check_stateless()
         request.store = False
+        return None
+
+    async def _begin_chat(self, exchange: Exchange, read: HttpCall, key: ApiKey, claim: Claim) -> Kept | None:
+        request = read.body
+        assert isinstance(request, ChatRequest)
+        if request.store and self._keepers is not None:
+            return await self._keepers.chats.begin(exchange, request, key=key)
+        if request.store:
+            exchange.add_header(b"x-tandem-ignored", "store")
         return None
 
     async def _messages(self, exchange: Exchange, key: ApiKey) -> None:
@@ -315,7 +335,15 @@ class HttpApi:
             if last_event_id is not None:
                 writer.go_on_after(last_event_id)
             writer.waits_at_end = kept is not None
-            await self._stream(exchange, answers, writer, kept=kept)
+            if kept is not None and kept.is_recorded:
+                answers.record()
+            if not await self._stream(exchange, answers, writer, kept=kept):
+                return
+            if kept is not None and kept.is_recorded:
+                again = self._writer(answers, request, writer_type)
+                await kept.whole(await self._body(again, answers, answers.recorded()))
+            await exchange.send_event(writer.end)
+            await exchange.end_events()
         else:
             body = await self._body(writer, answers, await answers.wholes())
             await exchange.answer(200, body if kept is None else await kept.whole(body))
@@ -334,8 +362,8 @@ class HttpApi:
         num_logprobs = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
         return await self._generator.written(answers, num_logprobs, writer.whole_in_steps(wholes))
 
-    async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer, *, kept: Kept | None) -> None:
-        """Sends all events and the end. An error before the first event is raised, a later one is an event."""
+    async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer, *, kept: Kept | None) -> bool:
+        """Sends all events. An error before the first event is raised; a later one ends them, and False is returned."""
         opened: set[int] = set()
 
         def first_event() -> bytes:
@@ -357,6 +385,5 @@ class HttpApi:
             self._metrics.note_refusal(note_error(error))
             await exchange.send_event(writer.error(status.openai_error(error)))
             await exchange.end_events()
-            return
-        await exchange.send_event(writer.end)
-        await exchange.end_events()
+            return False
+        return True

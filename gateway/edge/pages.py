@@ -21,7 +21,6 @@ from gateway.edge.health import HealthPages
 from gateway.limits import MAX_NAME_CHARS
 from gateway.models.catalog import ServedModel
 from gateway.observability.metrics import Metrics, content_type_of
-from gateway.openapi.document import document_bytes
 from gateway.requests.lifecycle import Requests
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
@@ -95,6 +94,8 @@ class ApiPages:
         return json_response(catalog.resolve(name).tokenizer.described())
 
     async def _show_document(self, request: Request) -> Response:
+        from gateway.openapi.document import document_bytes  # only where it is asked for: it takes a while to import
+
         return Response(document_bytes(asks_for_keys=not self._door.is_open), media_type="application/json")
 
 

@@ -118,6 +118,9 @@ class _HeldAnswers(Answers):
     async def wholes(self) -> list[Whole]:
         return self.whole
 
+    def recorded(self) -> list[Whole]:
+        return self.whole
+
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         return [(each.usage, each.prompt_token_ids) for each in self.whole]
 

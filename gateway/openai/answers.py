@@ -244,6 +244,7 @@ class Response(Exact, kw_only=True):
     created_at: int
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
+    conversation: dict[str, str] | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     instructions: str | None

@@ -30,6 +30,7 @@ from gateway.openai.answers import (
     ToolCall,
     ToolCallDelta,
 )
+from gateway.openai.metadata import MAX_METADATA, Metadata, check_metadata
 from gateway.openai.requests import TOOLS, ChoicesRequest, EffortOption, asked_sampling
 from gateway.openai.shapes import MESSAGE, PREFIXES, TOOL_CHOICE, flag, list_of, said, synonym
 from gateway.openai.synonyms import agreed_max_tokens
@@ -115,12 +116,18 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     verbosity: Annotated[str | None, said("As in `chat_template_kwargs`; `medium` asks for nothing.")] = None
     continue_final_message: Annotated[bool | None, CONTINUE] = None
     add_generation_prompt: Annotated[bool | None, GENERATION_PROMPT] = None
+    store: Annotated[bool | None, flag("The answer is kept for `--stored-answer-s`, to be fetched by its id.")] = None
+    metadata: Annotated[
+        Metadata | None,
+        said("Kept with an answer that is stored, which can be found by it.", maxProperties=MAX_METADATA),
+    ] = None
 
     def call(self) -> Call:
         """Returns the call that it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
         max_tokens = agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
+        check_metadata(self.metadata or {})
         tools = offered_tools(self.tools, self.tool_choice)
         words, fields = self._template_words()
         sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
@@ -137,6 +144,10 @@ class ChatRequest(ChoicesRequest, kw_only=True):
         call.strict_tools = strict_names(self.tools) if tools else frozenset()
         call.parallel_tool_calls = self.parallel_tool_calls is not False and not is_named(self.tool_choice)
         return call
+
+    def left_out(self) -> list[str]:
+        """Returns what is ignored of an answer that is not to be kept."""
+        return ["metadata"] if self.metadata and not self.store else []
 
     def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Returns the variables for the chat template, and the member that gives each. Raises InvalidRequest."""

@@ -14,15 +14,12 @@ from msgspec import Meta
 from gateway.limits import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, check_affinity_key, check_text
 from gateway.models.conversation import check_conversation, refuse, unsupported
 from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
+from gateway.openai.metadata import MAX_METADATA, Metadata, check_metadata
 from gateway.openai.requests import EffortOption, RequestBody
 from gateway.openai.responses_tools import chat_tools, left_out, told_name
 from gateway.openai.shapes import UP_TO_THE_CONTEXT, flag, list_of, said, synonym
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
-
-MAX_METADATA = 16
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
@@ -33,7 +30,6 @@ _TEXT_PARTS = ("input_text", "output_text")
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context_management": (([],), "an input that is too long is refused, and not made shorter"),
-    "conversation": ((), "this server stores no conversations; send all of it as input"),
     "moderation": ((), "this server has no moderation"),
     "n": ((1,), "a response is one answer; send several requests"),
     "prompt": ((), "this server stores no prompts; use instructions and input"),
@@ -87,6 +83,12 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
+class ConversationRef(msgspec.Struct, kw_only=True):
+    """`conversation` of a request."""
+
+    id: str
+
+
 class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     """`stream_options` of a request."""
 
@@ -94,10 +96,6 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 
 Items = Annotated[list[Any], Meta(extra_json_schema=list_of({"type": "object"}))]
-Metadata = dict[
-    Annotated[str, Meta(extra_json_schema={"maxLength": MAX_METADATA_KEY_CHARS})],
-    Annotated[str, Meta(extra_json_schema={"maxLength": MAX_METADATA_VALUE_CHARS})],
-]
 Refused = Annotated[Any, said("Refused: the message says what to use instead.")]
 
 
@@ -144,11 +142,17 @@ class ResponsesRequest(RequestBody, kw_only=True):
     previous_response_id: Annotated[
         str | None, said("The input and the output of this stored response come before the input.")
     ] = None
+    conversation: Annotated[
+        str | ConversationRef | None,
+        said(
+            "The items of this stored conversation come before the input, and those of input and output are added to "
+            "it when the response is complete. An id, or an object with it."
+        ),
+    ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
     enable_thinking: Annotated[bool | None, ENABLE_THINKING] = None
     safety_identifier: Annotated[str | None, said("Given back.", maxLength=MAX_AFFINITY_CHARS)] = None
     context_management: Refused = None
-    conversation: Refused = None
     moderation: Refused = None
     prompt: Refused = None
     truncation: Refused = None
@@ -159,10 +163,10 @@ class ResponsesRequest(RequestBody, kw_only=True):
     reasoning_effort: Refused = None
     response_format: Refused = None
 
-    def call(self, *, before: Sequence[Any] = ()) -> Call:
+    def call(self, *, before: Sequence[Any] | None = None) -> Call:
         """Returns the call that it asks for, with the items `before` its own. Raises InvalidRequest.
 
-        Without the items of its previous response, such a call has no messages of its own yet.
+        Without those of the response or the conversation that it continues, a call has no messages of its own yet.
         """
         self._check_unserved()
         self._check_options()
@@ -197,6 +201,13 @@ class ResponsesRequest(RequestBody, kw_only=True):
             raise unsupported("previous_response_id", "no responses are stored here; send the conversation as input")
         if self.background:
             raise unsupported("background", "no responses are stored here, so the answer comes while the client waits")
+        if self.conversation is not None:
+            raise unsupported("conversation", "no conversations are stored here; send all of it as input")
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation that it continues."""
+        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
 
     @property
     def has_logprobs(self) -> bool:
@@ -251,6 +262,12 @@ class ResponsesRequest(RequestBody, kw_only=True):
                     raise unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
 
     def _check_options(self) -> None:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequest(
+                "conversation and previous_response_id cannot be used together",
+                field="conversation",
+                code="invalid_value",
+            )
         if self.safety_identifier:
             check_affinity_key(self.safety_identifier, field_name="safety_identifier")
         for name in self.include or ():
@@ -260,19 +277,20 @@ class ResponsesRequest(RequestBody, kw_only=True):
                     field="include",
                     code="unsupported_parameter",
                 )
-        _check_metadata(self.metadata or {})
+        check_metadata(self.metadata or {})
 
-    def _messages(self, before: Sequence[Any]) -> list[dict[str, Any]]:
+    def _messages(self, before: Sequence[Any] | None) -> list[dict[str, Any]]:
         if self.input is None:
             raise InvalidRequest("input is missing", field="input", code="missing_required_parameter")
-        if self.previous_response_id is not None and not before:
+        place = "conversation" if self.conversation is not None else "previous_response_id"
+        if before is None and getattr(self, place) is not None:
             return _NOT_KNOWN
         conversation = _Conversation()
         if self.instructions is not None:
             check_text(self.instructions, field_name="instructions")
             conversation.say("system", self.instructions)
-        for item in before:
-            conversation.add(item, "previous_response_id")
+        for item in before or ():
+            conversation.add(item, place)
         if isinstance(self.input, str):
             check_text(self.input, field_name="input")
             conversation.say("user", self.input)
@@ -293,6 +311,15 @@ class ResponsesRequest(RequestBody, kw_only=True):
             refuse("text.format.description", "a text")
         check_text(description or "", field_name="text.format.description")
         return {"type": "json_schema", "json_schema": schema}
+
+
+def check_items(items: Sequence[Any], *, before: Sequence[Any]) -> None:
+    """Raises InvalidRequest for items that cannot stand in a conversation after those `before`."""
+    conversation = _Conversation()
+    for item in before:
+        conversation.add(item, "conversation")
+    for number, item in enumerate(items):
+        conversation.add(item, f"items[{number}]")
 
 
 @contextlib.contextmanager
@@ -423,17 +450,6 @@ def _about_call(error: InvalidRequest, name: str) -> InvalidRequest:
         error.message = error.message.replace(told, own)
         error.field = (error.field or name).replace(told, own)
     return error
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > MAX_METADATA:
-        refuse("metadata", f"an object with at most {MAX_METADATA} members")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
-            rule = f"{MAX_METADATA_KEY_CHARS} characters, their values at most {MAX_METADATA_VALUE_CHARS}"
-            raise InvalidRequest(f"names in metadata have at most {rule}", field="metadata", code="invalid_value")
-        check_text(key, field_name="metadata")
-        check_text(value, field_name="metadata")
 
 
 def in_own_words(text: str) -> str:

@@ -292,6 +292,7 @@ def response_head(request: ResponsesRequest, head: Head) -> Response:
         created_at=head.created_unix_s,
         status="in_progress",
         background=bool(request.background),
+        conversation=None if request.conversation_id is None else {"id": request.conversation_id},
         error=None,
         incomplete_details=None,
         instructions=request.instructions,

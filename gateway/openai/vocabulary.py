@@ -59,7 +59,7 @@ _BODY: Mapping[str, Word] = {
     "prompt_cache_retention": Harmless("prompts are cached while there is room"),
     "reasoning_effort": Refused("use /v1/chat/completions", ("none",)),
     "safety_identifier": Harmless("nobody is told of it"),
-    "store": Harmless("nothing is stored"),
+    "store": Harmless("chats and responses alone are stored"),
     "suffix": Refused("this server continues texts and does not fill gaps", ("",)),
     "tool_choice": Refused("use /v1/chat/completions", ("none",)),
     "tools": Refused("use /v1/chat/completions", ([],)),
@@ -246,6 +246,7 @@ INNER_FIELDS: Mapping[str, frozenset[str]] = {
     "messages.tool_calls.function": frozenset({"name", "arguments"}),
     "tools": frozenset({"type", "function"}),
     "reasoning": frozenset({"effort", "summary", "generate_summary"}),
+    "conversation": frozenset({"id"}),
     "text": frozenset({"format", "verbosity"}),
     "text.format": frozenset({"type", "name", "schema", "strict", "description"}),
     "input": frozenset(

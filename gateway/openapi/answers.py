@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.openai.answers import Exact
+from gateway.openai.answers import ChatCompletion, Exact
 from gateway.topology.troubles import Kind
 from services.cluster.placements import State
 from services.runtime.worker_state import WorkerState
@@ -77,8 +77,49 @@ class DeletedResponse(Exact):
     deleted: Literal[True]
 
 
+class Conversation(Exact):
+    """Items that responses continue and add to."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Exact):
+    """A conversation that was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+class StoredChat(ChatCompletion):
+    """A chat answer that is kept."""
+
+    metadata: dict[str, str]
+
+
+class ChatList(Exact):
+    """A page of stored chat answers."""
+
+    object: Literal["list"]
+    data: list[StoredChat]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedChat(Exact):
+    """A chat answer that was deleted."""
+
+    id: str
+    object: Literal["chat.completion.deleted"]
+    deleted: Literal[True]
+
+
 class ItemList(Exact):
-    """A page of a response's input."""
+    """A page of a response's input, of a conversation, or of a chat's messages."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

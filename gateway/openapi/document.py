@@ -13,18 +13,18 @@ import msgspec
 
 from gateway.openai.requests import StreamOptions
 from gateway.openai.shapes import ABSENT, NULL, REF, SAMPLING, SHARED, Schema
-from gateway.openapi.operations import (
+from gateway.openapi.operation import (
     ALWAYS_SENT,
     ANSWER_HEADERS,
     EVENTS,
     HEADERS_OF_STATUS,
     ID_HEADER,
     JSON,
-    OPERATIONS,
     REQUEST_HEADERS,
     STATUSES,
     Operation,
 )
+from gateway.openapi.operations import OPERATIONS
 from services.runtime.version import version
 
 

@@ -17,6 +17,7 @@ import msgspec
 from gateway.batches.pending import RowAnswer, ask, retry_s
 from gateway.http.exchange import App
 from gateway.stored.documents import ENDS, Event, EventSplitter, changed, failed_event, id_of, response_of, with_members
+from gateway.stored.kept import add_turn
 from services.cluster.answer_scripts import AnswerReply
 from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
@@ -29,6 +30,9 @@ PASS_ON_S = 0.05
 """How long events are collected before they are written together."""
 MAX_TRIES = 4
 """How many gateways may begin a response and neither end it nor give it back, as they do that die of it."""
+
+_KNOWN = ("created_at", "background", "store", "previous_response_id")
+"""Members of the response that its generation is not told."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +108,11 @@ class BackgroundRun(ClaimedRun):
         self._background = background
         self._store = background.store
         self._began = msgspec.json.decode(answer.document)
+        self._conversation = self._began.get("conversation")
+        self._own: list[msgspec.Raw] = []
+        """What is added to the conversation before the output."""
+        if self._conversation is not None:
+            self._own = msgspec.json.decode(answer.input, type=list[msgspec.Raw])[answer.order.num_earlier :]
         self._is_lost = False
         self._splitter = EventSplitter()
         self._waiting: list[bytes] = []
@@ -132,7 +141,10 @@ class BackgroundRun(ClaimedRun):
             error = _error_in(told)
             await self._fail("server_error" if told.status >= 500 else "invalid_prompt", error)
         elif self._last and self._last[-1].kind in ENDS:
-            await self._write([event.data for event in self._last], document=response_of(self._last[-1]))
+            *events, last = self._last
+            if self._conversation is not None and not await self._is_added(response_of(last)):
+                last = with_members(last, {"conversation": None})
+            await self._write([*(event.data for event in events), last.data], document=response_of(last))
         else:
             raise RuntimeError("a stream has ended without its last event")
 
@@ -167,7 +179,7 @@ class BackgroundRun(ClaimedRun):
 
     def _take(self, data: bytes) -> None:
         """Takes a part of the stream."""
-        known = {name: self._began[name] for name in ("created_at", "background", "store", "previous_response_id")}
+        known = {name: self._began[name] for name in _KNOWN} | {"conversation": self._conversation}
         for event in self._splitter.take(data):
             event = with_members(event, known)
             if self._last or event.is_last:
@@ -202,6 +214,15 @@ class BackgroundRun(ClaimedRun):
         if reply is not AnswerReply.DONE:
             self._is_lost = True
             raise Left
+
+    async def _is_added(self, document: bytes) -> bool:
+        """Adds input and output to the conversation. Returns False where that is gone or has no room."""
+        answer, conversation_id = self.answer, self._conversation["id"]
+        return await until_answered(
+            lambda: add_turn(
+                self._store, tenant=answer.tenant, conversation_id=conversation_id, own=self._own, document=document
+            )
+        )
 
     async def _fail(self, code: str, message: str) -> None:
         """Ends the response with a reason."""

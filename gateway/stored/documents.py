@@ -74,17 +74,20 @@ def changed(document: bytes, **members: Any) -> bytes:
     return msgspec.json.encode(msgspec.json.decode(document) | members)
 
 
-def input_items(asked: str | Sequence[Any], response_id: str) -> list[dict[str, Any]]:
-    """Returns a response's input, which is checked, as a list of items with ids. What no model is told is left out."""
+def input_items(asked: str | Sequence[Any], owner_id: str, *, keeps_ids: bool = True) -> list[dict[str, Any]]:
+    """Returns input, which is checked, as a list of items with ids. What no model is told is left out.
+
+    The ids follow from that of the owner; those that a client gave are kept if `keeps_ids`.
+    """
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
-    return [_item(item, f"{response_id}/{number}") for number, item in enumerate(asked)]
+    return [_item(item, f"{owner_id}/{number}", keeps_id=keeps_ids) for number, item in enumerate(asked)]
 
 
-def _item(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _item(item: Mapping[str, Any], name: str, *, keeps_id: bool) -> dict[str, Any]:
     kind = item.get("type") or "message"
     given, item_id = item.get("id"), f"{_ITEM_PREFIXES[kind]}_{hashlib.sha256(name.encode()).hexdigest()[:24]}"
-    if isinstance(given, str) and _ITEM_ID.fullmatch(given):
+    if keeps_id and isinstance(given, str) and _ITEM_ID.fullmatch(given):
         item_id = given
     known: dict[str, Any] = {"id": item_id, "type": kind, "status": "completed"}
     if kind == "message":

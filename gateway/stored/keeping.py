@@ -1,4 +1,4 @@
-"""What becomes of a response beside its answer: it continues a stored one, is kept, or is generated in the background.
+"""What becomes of a response beside its answer: it continues another, is kept, or is generated in the background.
 
 Knows requests and documents, and neither routes nor how an answer is generated.
 """
@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,23 +19,22 @@ from gateway.http.bodies import LONG_BODY_BYTES, Claim
 from gateway.http.exchange import Exchange
 from gateway.limits import MAX_BODY_BYTES, check_idempotency_key, check_name
 from gateway.models.catalog import ModelCatalog
-from gateway.named.ask import conflict
 from gateway.named.journal import name_of
 from gateway.openai.responses_request import ResponsesRequest
 from gateway.openai.responses_writer import response_head
 from gateway.openai.writer import Head, encode, system_fingerprint
 from gateway.requests.call import Call
 from gateway.stored.background import RESPONSE_PREFIX, Background
-from gateway.stored.documents import ENDS, EventSplitter, changed, input_items, response_of, with_members
+from gateway.stored.conversations import find_conversation, items_of
+from gateway.stored.documents import changed
+from gateway.stored.kept import KeptResponse, Turn
+from gateway.stored.kind import check_reply, encoded
 from gateway.wishes import PREFILL, TPOT, TTFT
-from services.cluster.answer_scripts import MAX_ACTIVE, AnswerReply
-from services.cluster.answers import MAX_ANSWER_BYTES, AnswerStore, BackgroundOrder, StoredAnswer, name_of_answer
-from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RateLimited, StoreUnavailable
+from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answers import AnswerStore, BackgroundOrder, StoredAnswer, name_of_answer
+from services.runtime.errors import InvalidRequest, NotFound, StoreUnavailable
 
 OVER = "over"
-LIMIT = "background_responses"
-"""Names the limit in refusals and metrics."""
-RETRY_AFTER_S = 5.0
 LOOK_S = 0.25
 """How often events are looked for that another gateway generates."""
 MAX_EVENTS_AT_ONCE = 256
@@ -49,47 +49,7 @@ _KEPT_HEADERS = (
     PREFILL,
 )
 """Headers that say something of a call, and hold for one in the background too."""
-_NOT_SENT_ON = frozenset({"input", "background", "previous_response_id", "stream_options"})
-
-
-class Kept:
-    """A response that is kept when it is complete."""
-
-    def __init__(
-        self, store: AnswerStore, tenant: str, *, items: Callable[[str], list[dict[str, Any]]], is_long: bool
-    ) -> None:
-        self._store = store
-        self._tenant = tenant
-        self._items = items
-        self._is_long = is_long
-
-    async def whole(self, body: bytes) -> bytes:
-        """Keeps a response that is not streamed. Returns its body, which says whether that was done."""
-        return body if await self._put(body) else changed(body, store=False)
-
-    async def passing(self, data: bytes) -> bytes:
-        """Keeps the response where these events end it. Returns the events, the last of which says so."""
-        if not any(b"event: %b\n" % kind in data for kind in ENDS):
-            return data
-        *events, last = EventSplitter().take(data)
-        if last.kind in ENDS and not await self._put(response_of(last)):
-            last = with_members(last, {"store": False})
-        return b"".join(event.data for event in (*events, last))
-
-    async def _put(self, document: bytes) -> bool:
-        response_id = msgspec.json.decode(document, type=_Identified).id
-        write = self._write_items
-        items = await asyncio.to_thread(write, response_id) if self._is_long else write(response_id)
-        if len(items) + len(document) > MAX_ANSWER_BYTES:
-            return False
-        try:
-            reply = await self._store.put(self._tenant, response_id, document=document, input_items=items)
-        except StoreUnavailable:
-            return False
-        return reply is AnswerReply.DONE
-
-    def _write_items(self, response_id: str) -> bytes:
-        return encode(self._items(response_id))
+_NOT_SENT_ON = frozenset({"input", "background", "conversation", "previous_response_id", "stream_options"})
 
 
 class ResponseKeeper:
@@ -115,11 +75,12 @@ class ResponseKeeper:
 
     async def begin(
         self, exchange: Exchange, request: ResponsesRequest, *, call: Call, key: ApiKey, claim: Claim
-    ) -> Kept | None:
-        """Completes a call with the response that it continues. Returns what keeps its answer; None: nothing does.
+    ) -> KeptResponse | None:
+        """Completes a call with what it continues. Returns what keeps its answer; None: nothing does.
 
-        Answers a request for the background, whose exchange has ended then. Raises InvalidRequest for a response that
-        it refers to and that the tenant does not have, and StoreUnavailable where Redis is asked for and away.
+        Answers a request for the background, whose exchange has ended then. Raises InvalidRequest for a response or
+        a conversation that it continues and that the tenant does not have, and StoreUnavailable where Redis is asked
+        for and away.
         """
         if request.background and request.store is False:
             raise InvalidRequest("background needs store to be true", field="background", code="invalid_value")
@@ -127,25 +88,22 @@ class ResponseKeeper:
             # A client that asks for it is told at once where it cannot be done; others are told by the answer.
             await self.find(key.tenant, "")
         before = await self._before(request, key.tenant, claim)
-        if before:
-            is_long = claim.num_bytes > LONG_BODY_BYTES
+        is_long = claim.num_bytes > LONG_BODY_BYTES
+        if before is not None:
             whole = await asyncio.to_thread(_continued, request, before) if is_long else _continued(request, before)
             call.messages = whole.messages
         request.store = request.store is not False
-        asked = request.input or ""
-
-        def items(response_id: str) -> list[dict[str, Any]]:
-            return [*before, *input_items(asked, response_id)]
-
+        turn = Turn(request.input or "", before or [], request.conversation_id)
         if request.background:
-            await self._create(exchange, request, items=items, call=call, key=key)
-        if not request.store or request.background:
+            await self._create(exchange, request, turn, call=call, key=key)
+        if request.background or not (request.store or turn.conversation_id):
             return None
-        return Kept(self.store, key.tenant, items=items, is_long=claim.num_bytes > LONG_BODY_BYTES)
+        return KeptResponse(self.store, turn, tenant=key.tenant, is_stored=request.store, is_long=is_long)
 
     async def find(self, tenant: str, response_id: str) -> StoredAnswer | None:
         """Returns a response of the tenant."""
-        return await self.store.find(tenant, response_id)
+        found = await self.store.find(tenant, response_id)
+        return found if response_id.startswith(RESPONSE_PREFIX) else None
 
     async def cancel(self, tenant: str, response_id: str, *, found: StoredAnswer) -> None:
         """Ends a response in the background; one that is over stays as it is."""
@@ -154,7 +112,7 @@ class ResponseKeeper:
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Forgets a response, and ends it where it is generated in the background."""
-        was_there = await self.store.delete(tenant, response_id)
+        was_there = response_id.startswith(RESPONSE_PREFIX) and await self.store.delete(tenant, response_id)
         self._background.poke(name_of_answer(tenant, response_id))
         return was_there
 
@@ -185,11 +143,15 @@ class ResponseKeeper:
                     except TimeoutError:
                         pass
 
-    async def _before(self, request: ResponsesRequest, tenant: str, claim: Claim) -> list[dict[str, Any]]:
-        """Returns the items of the response that a request continues; none where it continues none."""
+    async def _before(self, request: ResponsesRequest, tenant: str, claim: Claim) -> list[dict[str, Any]] | None:
+        """Returns the items of the response or the conversation that a request continues; None: it continues none."""
+        if request.conversation_id is not None:
+            conversation = await find_conversation(self.store, tenant=tenant, conversation_id=request.conversation_id)
+            claim.add(len(conversation.input))
+            return items_of(conversation)
         earlier_id = request.previous_response_id
         if earlier_id is None:
-            return []
+            return None
         found = await self.find(tenant, earlier_id)
         if found is None:
             raise InvalidRequest(
@@ -211,8 +173,8 @@ class ResponseKeeper:
         self,
         exchange: Exchange,
         request: ResponsesRequest,
+        turn: Turn,
         *,
-        items: Callable[[str], list[dict[str, Any]]],
         call: Call,
         key: ApiKey,
     ) -> None:
@@ -222,10 +184,11 @@ class ResponseKeeper:
         response_id = RESPONSE_PREFIX + request_id
         head = Head(request_id, int(time.time()), model.name, system_fingerprint(model))
         document = encode(msgspec.structs.replace(response_head(request, head), status="queued"))
-        input_json = encode(items(response_id))
+        input_json = encode(turn.items(response_id))
         order = _order(exchange, request, key_digest=key.sha256, input_json=input_json)
+        order = replace(order, num_earlier=len(turn.earlier))
         reply = await self.store.create(key.tenant, response_id, order=order, document=document, input_items=input_json)
-        self._check(reply)
+        check_reply(reply, self.store.room, on_refusal=self._on_refusal)
         if reply is AnswerReply.HELD and (found := await self.find(key.tenant, response_id)) is not None:
             document = shown(found)
         self._background.poke(name_of_answer(key.tenant, response_id))
@@ -237,32 +200,6 @@ class ResponseKeeper:
             async for events in self.follow(key.tenant, response_id, first=0):
                 await exchange.send_event(events)
             await exchange.end_events()
-
-    def _check(self, reply: AnswerReply) -> None:
-        """Raises what a client is told whose response cannot be made."""
-        if reply is AnswerReply.ACTIVE:
-            self._on_refusal(LIMIT)
-            raise RateLimited(
-                f"rate limit reached: a tenant may have at most {MAX_ACTIVE} responses that wait or are generated in "
-                "the background",
-                retry_after_s=RETRY_AFTER_S,
-                limit=LIMIT,
-            )
-        if reply is AnswerReply.TENANT_FULL:
-            self._on_refusal(LIMIT)
-            raise RateLimited(
-                f"rate limit reached: a tenant's stored responses may take at most {self.store.room.tenant_bytes} "
-                "bytes, and those that are not complete take them",
-                retry_after_s=RETRY_AFTER_S,
-                limit=LIMIT,
-            )
-        if reply is AnswerReply.ALL_FULL:
-            raise Overloaded(
-                f"stored responses take the {self.store.room.all_bytes} bytes that they may take in Redis",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if reply is AnswerReply.FENCED:
-            raise conflict()
 
 
 def shown(found: StoredAnswer) -> bytes:
@@ -295,10 +232,7 @@ def _order(exchange: Exchange, request: ResponsesRequest, *, key_digest: str, in
     """Returns what a gateway needs to generate the response. Raises InvalidRequest for a conversation too long."""
     members = msgspec.to_builtins(request)
     asked = {name: value for name, value in members.items() if value is not None and name not in _NOT_SENT_ON}
-    try:
-        body = encode({**asked, "stream": True, "store": False})
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("a text of the body has half a surrogate pair", code="invalid_encoding") from error
+    body = encoded({**asked, "stream": True, "store": False})
     if len(body) + len(input_json) > MAX_BODY_BYTES:
         raise InvalidRequest(
             f"the conversation takes more than the {MAX_BODY_BYTES} bytes that a request may have",
@@ -309,10 +243,6 @@ def _order(exchange: Exchange, request: ResponsesRequest, *, key_digest: str, in
     headers = encode([(name.lower(), value) for name, value in told if value is not None])
     digest = hashlib.sha256(b"%d:%b%b" % (len(body), body, input_json)).hexdigest()
     return BackgroundOrder(digest, key_digest, body, headers, bool(request.stream))
-
-
-class _Identified(msgspec.Struct):
-    id: str
 
 
 class _WithOutput(msgspec.Struct):

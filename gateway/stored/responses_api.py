@@ -44,20 +44,20 @@ class ResponsesApi:
         if streams == "false":
             if after >= 0:
                 raise InvalidRequest("starting_after needs stream=true", field="starting_after", code="invalid_value")
-            return _document(shown(found))
+            return document_response(shown(found))
         if not found.has_events:
             raise InvalidRequest(
                 "only a response that was made with background and stream has events that are kept",
                 field="stream",
                 code="invalid_value",
             )
-        events = keeper.follow(_tenant(request), request.path_params["response_id"], first=after + 1)
+        events = keeper.follow(tenant_of(request), request.path_params["response_id"], first=after + 1)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
     async def _delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        if self._keeper is None or not await self._keeper.delete(_tenant(request), response_id):
+        if self._keeper is None or not await self._keeper.delete(tenant_of(request), response_id):
             raise not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -67,41 +67,55 @@ class ResponsesApi:
             raise HttpRefusal(
                 "only a response in the background can be cancelled", http_status=400, code="response_not_background"
             )
-        await keeper.cancel(_tenant(request), request.path_params["response_id"], found=found)
+        await keeper.cancel(tenant_of(request), request.path_params["response_id"], found=found)
         _, found = await self._found(request)
-        return _document(shown(found))
+        return document_response(shown(found))
 
     async def _list_input(self, request: Request) -> Response:
         _, found = await self._found(request)
-        query = request.query_params
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest("order must be asc or desc", field="order", code="invalid_value")
-        items: list[dict[str, Any]] = msgspec.json.decode(found.input)
-        if order == "desc":
-            items.reverse()
-        after = checked_after(query.get("after"))
-        if after:
-            ids = [item["id"] for item in items]
-            items = items[ids.index(after) + 1 :] if after in ids else []
-        limit = list_limit(query.get("limit"), default=DEFAULT_LIST_LIMIT, most=MAX_LIST_LIMIT)
-        return json_response(list_object(items[:limit], has_more=len(items) > limit))
+        return page_of(request, msgspec.json.decode(found.input), default="desc")
 
     async def _found(self, request: Request) -> tuple[ResponseKeeper, StoredAnswer]:
         """Returns a response of the tenant. Raises NotFound, for another's too."""
         response_id = request.path_params["response_id"]
-        found = None if self._keeper is None else await self._keeper.find(_tenant(request), response_id)
+        found = None if self._keeper is None else await self._keeper.find(tenant_of(request), response_id)
         if self._keeper is None or found is None:
             raise not_found(response_id)
         return self._keeper, found
 
 
-def _tenant(request: Request) -> str:
+def is_ascending(request: Request, *, default: str) -> bool:
+    """Returns whether the query asks for the oldest first. Raises InvalidRequest."""
+    order = request.query_params.get("order", default)
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", field="order", code="invalid_value")
+    return order == "asc"
+
+
+def page_of(request: Request, entries: list[dict[str, Any]], *, default: str) -> Response:
+    """Returns the part that the query asks for of a list, which has the oldest first. Raises InvalidRequest.
+
+    `default`: the order where the query names none, `asc` or `desc`.
+    """
+    query = request.query_params
+    if not is_ascending(request, default=default):
+        entries.reverse()
+    after = checked_after(query.get("after"))
+    if after:
+        ids = [entry["id"] for entry in entries]
+        entries = entries[ids.index(after) + 1 :] if after in ids else []
+    limit = list_limit(query.get("limit"), default=DEFAULT_LIST_LIMIT, most=MAX_LIST_LIMIT)
+    return json_response(list_object(entries[:limit], has_more=len(entries) > limit))
+
+
+def tenant_of(request: Request) -> str:
+    """Returns the tenant of the caller's key."""
     tenant: str = request.state.key.tenant
     return tenant
 
 
-def _document(document: bytes) -> Response:
+def document_response(document: bytes) -> Response:
+    """Returns a whole answer that is JSON already."""
     return Response(document, media_type="application/json")
 
 

@@ -1,6 +1,7 @@
 """What Redis does for stored answers: the Lua scripts of `answers`, and the words and bounds that both know.
 
 Room is counted as for files, in accounts of its own. Where it is used up, the oldest answers that are over make room.
+Such an answer may change, and its input may grow, as that of a conversation does.
 """
 
 from enum import StrEnum
@@ -15,7 +16,7 @@ MAX_ACTIVE = 32
 MAX_DROPPED = 500
 """Most answers that one script evicts; a caller that needs more room asks again."""
 MAX_SEEN = 1000
-"""Most answers that wait at which one claim looks."""
+"""Most answers at which one claim, or one part of a page, looks."""
 
 
 class AnswerReply(StrEnum):
@@ -35,7 +36,9 @@ class AnswerReply(StrEnum):
     GONE = "gone"
     """The answer does not exist."""
     FENCED = "fenced"
-    """Another owner has it, or it is over; nothing was written."""
+    """Another owner has it, it is over, or it has changed since it was read; nothing was written."""
+    LONG = "long"
+    """With what is added it would take more than an answer may; nothing was written."""
 
 
 _COMMON = (
@@ -87,9 +90,24 @@ local function make_room(tenant, num_bytes, num_answers, max_tenant_bytes, max_a
   return '{AnswerReply.AGAIN}'
 end
 
+-- The time to the microsecond; no two changes of one answer have the same.
+local function stamp() return whole(now_s * 1000000 + clock[2]) end
+
 local function list(key, name, life_s)
-  redis.call('ZADD', key, whole(now_s * 1000000 + clock[2]), name)
+  redis.call('ZADD', key, stamp(), name)
   redis.call('EXPIRE', key, 2 * life_s)
+end
+
+-- Makes room for what an answer that is over grows by, without evicting it.
+local function room_to_grow(name, tenant, num_more, max_tenant_bytes, max_all_bytes)
+  local names = files_prefix .. tenant
+  local place, left_ms = redis.call('ZSCORE', names, name), redis.call('PTTL', names)
+  if num_more <= 0 or not place then return nil end
+  redis.call('ZREM', names, name)
+  local lacks = make_room(tenant, num_more, 0, max_tenant_bytes, max_all_bytes)
+  redis.call('ZADD', names, place, name)
+  redis.call('PEXPIRE', names, left_ms)
+  return lacks
 end
 
 -- `done` while the claim is the latest one of an answer that is not over.
@@ -124,12 +142,12 @@ end
 )
 
 # ARGV: name, tenant, id, life in s, bounds, document, input, metadata of the order or nothing (digest, key, body,
-# headers, whether events are kept). Answers a reply.
+# headers, whether events are kept, how many items of the input are a conversation's). Answers a reply.
 PUT = Script(
     _COMMON
     + f"""
 local name, tenant, id, life_s, max_tenant_bytes, max_all_bytes, document, input = unpack(ARGV)
-local digest, owner_key, body, headers, has_events = unpack(ARGV, 9)
+local digest, owner_key, body, headers, has_events, num_earlier = unpack(ARGV, 9)
 local key = key_of(name)
 local held = redis.call('HGET', key, 'digest')
 if held and (digest or held ~= '') then
@@ -142,10 +160,10 @@ if digest and num_running(tenant) >= {MAX_ACTIVE} then return '{AnswerReply.ACTI
 local lacks = make_room(tenant, num_bytes, 1, max_tenant_bytes, max_all_bytes)
 if lacks then return lacks end
 redis.call('HSET', key, 'tenant', tenant, 'id', id, 'document', document, 'input', input, 'digest', digest or '',
-           'state', digest and 'queued' or 'over', 'created', now_s)
+           'state', digest and 'queued' or 'over', 'created', now_s, 'changed', stamp())
 if digest then
-  redis.call('HSET', key, 'key', owner_key, 'body', body, 'headers', headers, 'has_events', has_events, 'epoch', 0,
-             'tries', 0)
+  redis.call('HSET', key, 'key', owner_key, 'body', body, 'headers', headers, 'has_events', has_events,
+             'num_earlier', num_earlier, 'epoch', 0, 'tries', 0)
   redis.call('ZADD', active, whole(now_ms), name)
 end
 redis.call('EXPIREAT', key, now_s + life_s)
@@ -155,9 +173,84 @@ return '{AnswerReply.DONE}'
 """
 )
 
-# ARGV: name. Answers document, input, state, digest, whether events are kept.
+# ARGV: name. Answers document, input, state, digest, whether events are kept, the stamp of the last change.
 FIND = Script(
-    _COMMON + "return redis.call('HMGET', key_of(ARGV[1]), 'document', 'input', 'state', 'digest', 'has_events')"
+    _COMMON
+    + "return redis.call('HMGET', key_of(ARGV[1]), 'document', 'input', 'state', 'digest', 'has_events', 'changed')"
+)
+
+# ARGV: tenant, where to begin (nothing, a name, or `(` and a score), whether the newest are first, start of the ids,
+# most documents, most bytes. Answers documents of answers that are over, and the score of the last at which it looked;
+# none: that was the end.
+PAGE = Script(
+    _COMMON
+    + f"""
+local tenant, from, newest_first, start, most, max_bytes = unpack(ARGV)
+local names, is_reversed = files_prefix .. tenant, newest_first == '1'
+if from == '' then
+  from = is_reversed and '+inf' or '-inf'
+elseif string.sub(from, 1, 1) ~= '(' then
+  local place = redis.call('ZSCORE', names, from)
+  if not place then return {{{{}}, ''}} end
+  from = '(' .. place
+end
+local range = {{'BYSCORE', 'LIMIT', 0, {MAX_SEEN}, 'WITHSCORES', is_reversed and 'REV' or nil}}
+local seen = redis.call('ZRANGE', names, from, is_reversed and '-inf' or '+inf', unpack(range))
+local documents, num_bytes = {{}}, 0
+for index = 1, #seen, 2 do
+  local id = redis.call('HGET', key_of(seen[index]), 'id')
+  if id and string.sub(id, 1, #start) == start then
+    local document = redis.call('HGET', key_of(seen[index]), 'document')
+    table.insert(documents, document)
+    num_bytes = num_bytes + #document
+    if #documents == tonumber(most) or num_bytes > tonumber(max_bytes) then return {{documents, seen[index + 1]}} end
+  end
+end
+return {{documents, #seen == 2 * {MAX_SEEN} and seen[#seen] or ''}}
+"""
+)
+
+# ARGV: name, stamp of what was read, bounds, document, input or nothing.
+CHANGE = Script(
+    _COMMON
+    + f"""
+local name, known, max_tenant_bytes, max_all_bytes, document, input = unpack(ARGV)
+local key = key_of(name)
+local tenant, state, changed = unpack(redis.call('HMGET', key, 'tenant', 'state', 'changed'))
+if not state then return '{AnswerReply.GONE}' end
+if state ~= 'over' or (changed or '') ~= known then return '{AnswerReply.FENCED}' end
+local num_more = #document - redis.call('HSTRLEN', key, 'document')
+if input then num_more = num_more + #input - redis.call('HSTRLEN', key, 'input') end
+local lacks = room_to_grow(name, tenant, num_more, max_tenant_bytes, max_all_bytes)
+if lacks then return lacks end
+redis.call('HSET', key, 'document', document, 'changed', stamp())
+if input then redis.call('HSET', key, 'input', input) end
+count(name, tenant, num_more, now_ms + redis.call('PTTL', key))
+return '{AnswerReply.DONE}'
+"""
+)
+
+# ARGV: name, bounds, items of JSON with commas between them, life in s, most bytes of document and input. Adds them to
+# the input, which is a list; HELD: it has exactly these already, since an earlier call has timed out.
+APPEND = Script(
+    _COMMON
+    + f"""
+local name, max_tenant_bytes, max_all_bytes, items, life_s, most = unpack(ARGV)
+local key = key_of(name)
+local tenant, state, input = unpack(redis.call('HMGET', key, 'tenant', 'state', 'input'))
+if not state then return '{AnswerReply.GONE}' end
+if string.find(input, items, 1, true) then return '{AnswerReply.HELD}' end
+local joined = string.sub(input, 1, -2) .. (input == '[]' and '' or ',') .. items .. ']'
+if #joined + redis.call('HSTRLEN', key, 'document') > tonumber(most) then return '{AnswerReply.LONG}' end
+local num_more = #joined - #input
+local lacks = room_to_grow(name, tenant, num_more, max_tenant_bytes, max_all_bytes)
+if lacks then return lacks end
+redis.call('HSET', key, 'input', joined, 'changed', stamp())
+redis.call('EXPIREAT', key, now_s + life_s)
+list(files_prefix .. tenant, name, life_s)
+count(name, tenant, num_more, (now_s + life_s) * 1000)
+return '{AnswerReply.DONE}'
+"""
 )
 
 # ARGV: name, first event, last event. Answers the state, or nothing, and events.

@@ -1,4 +1,4 @@
-"""Answers that are kept for their tenants, and those that a gateway generates in the background, in Redis.
+"""Answers and conversations that are kept for their tenants, and answers in the background, in Redis.
 
 An answer in the background has one owner at a time. A gateway claims it for a few seconds, which adds 1 to its epoch,
 and renews the claim while it works; what an earlier owner writes is refused. An answer is found by tenant and id, so
@@ -6,16 +6,19 @@ that no tenant's ids meet another's. Knows neither what is in a document nor how
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.cluster.answer_scripts import (
+    APPEND,
     CANCEL,
+    CHANGE,
     CLAIM,
     DELETE,
     EVENTS,
     FIND,
+    PAGE,
     PUT,
     RENEW,
     SWEEP,
@@ -47,8 +50,8 @@ class BackgroundOrder:
     """What a gateway needs to generate an answer in the background.
 
     `key_digest` is that of the API key under which it is asked; `body`, which lacks the input, and `headers` are JSON.
-    `digest` tells whether a second
-    request with the same id asks the same. `keeps_events`: the events of the answer's stream are kept too.
+    `digest` tells whether a second request with the same id asks the same. `keeps_events`: the events of the answer's
+    stream are kept too. `num_earlier`: the number of items at the start of the input that come from what it continues.
     """
 
     digest: str
@@ -56,11 +59,15 @@ class BackgroundOrder:
     body: bytes
     headers: bytes
     keeps_events: bool
+    num_earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer as it is kept. `document` is what was known of it when it began, until it is over."""
+    """An answer as it is kept. `document` is what was known of it when it began, until it is over.
+
+    A conversation is kept as one that is over, with its items as `input`.
+    """
 
     document: bytes
     input: bytes
@@ -68,6 +75,8 @@ class StoredAnswer:
     """`queued`, `in_progress` or `over`."""
     is_background: bool
     has_events: bool
+    stamp: bytes
+    """Differs after each change."""
 
 
 @dataclass(slots=True)
@@ -119,16 +128,63 @@ class AnswerStore:
         """Keeps an answer that is to be generated. HELD: it was ordered before; FENCED: its id is another's."""
         life_s = round(self.life_s + BACKGROUND_S)
         args = (name_of_answer(tenant, answer_id), tenant, answer_id, life_s, *self._bounds, document, input_items)
-        asked = (order.digest, order.key_digest, order.body, order.headers, int(order.keeps_events))
+        kept = (int(order.keeps_events), order.num_earlier)
+        asked = (order.digest, order.key_digest, order.body, order.headers, *kept)
         return await self._with_room(PUT, (*args, *asked))
 
     async def find(self, tenant: str, answer_id: str) -> StoredAnswer | None:
         """Returns a tenant's answer."""
         found = await self._run(FIND, (name_of_answer(tenant, answer_id),))
-        document, input_items, state, digest, has_events = found
+        document, input_items, state, digest, has_events, stamp = found
         if state is None:
             return None
-        return StoredAnswer(document, input_items, state.decode(), bool(digest), has_events == b"1")
+        return StoredAnswer(document, input_items, state.decode(), bool(digest), has_events == b"1", stamp or b"")
+
+    async def change(
+        self, tenant: str, answer_id: str, *, read: StoredAnswer, document: bytes, input_items: bytes | None = None
+    ) -> AnswerReply:
+        """Changes an answer that is over, for as long as it is kept. FENCED: it is no longer what was `read`."""
+        args = (name_of_answer(tenant, answer_id), read.stamp, *self._bounds, document)
+        return await self._with_room(CHANGE, args if input_items is None else (*args, input_items))
+
+    async def append(self, tenant: str, answer_id: str, *, items: Sequence[bytes]) -> AnswerReply:
+        """Adds items of JSON to the input of an answer that is over, which is kept for another `life_s` then.
+
+        May be repeated after StoreUnavailable: HELD: it has exactly these items already.
+        """
+        name = name_of_answer(tenant, answer_id)
+        return await self._with_room(
+            APPEND, (name, *self._bounds, b",".join(items), round(self.life_s), MAX_ANSWER_BYTES)
+        )
+
+    async def page(
+        self,
+        tenant: str,
+        id_prefix: str,
+        *,
+        after: str = "",
+        limit: int,
+        newest_first: bool = True,
+        accepts: Callable[[bytes], bool],
+    ) -> tuple[list[bytes], bool]:
+        """Returns the documents of a tenant's answers that are over, whose ids begin so, and whether more follow.
+
+        They have about MAX_ANSWER_BYTES at most. `after`: the id after which they begin; nothing follows an unknown
+        one. `accepts` says of a document whether it belongs to the list.
+        """
+        found: list[bytes] = []
+        num_bytes, place = 0, name_of_answer(tenant, after) if after else ""
+        while True:
+            args = (tenant, place, int(newest_first), id_prefix, limit + 1, MAX_ANSWER_BYTES)
+            documents, score = await self._run(PAGE, args)
+            for document in filter(accepts, documents):
+                if len(found) == limit or num_bytes > MAX_ANSWER_BYTES:
+                    return found, True
+                found.append(document)
+                num_bytes += len(document)
+            if not score:
+                return found, False
+            place = f"({score.decode()}"
 
     async def events(self, tenant: str, answer_id: str, *, first: int, most: int) -> tuple[str, list[bytes]]:
         """Returns the state of an answer, empty where it is gone, and at most `most` events from `first` on."""
@@ -222,6 +278,7 @@ def _claimed(name: str, fields: Mapping[str, bytes], *, num_events: int, last_ev
             fields["body"],
             fields["headers"],
             fields["has_events"] == b"1",
+            int(fields.get("num_earlier", 0)),
         ),
         document=fields["document"],
         input=fields["input"],

@@ -268,11 +268,12 @@ class Keys:
 
     @property
     def answer_prefix(self) -> str:
-        """Start of the keys of stored answers; NAME, 32 hex digits, follows, which stands for tenant and id.
+        """Start of the keys of stored answers and conversations; NAME, 32 hex digits, stands for tenant and id.
 
         NAME         hash, see `services.cluster.answers`: tenant, id, document and input (JSON), state (queued,
-                     in_progress, over), created (unix time in s), digest (empty: it was never in the background); and
-                     of one in the background: key, body, headers, owner, epoch, tries, has_events
+                     in_progress, over), created (unix time in s), changed (unix time in us of the last change), digest
+                     (empty: it was never in the background); and of one in the background: key, body, headers, owner,
+                     epoch, tries, has_events, num_earlier
         NAME:events  list of the events of its stream
 
         Both expire together: --stored-answer-s after the answer is complete, and an hour later where it never is.

@@ -29,7 +29,7 @@ MEMBERS = (
     "input", "instructions", "max_output_tokens", "text", "reasoning", "include", "previous_response_id", "background",
     "conversation", "truncation", "prompt_cache_key", "safety_identifier", "service_tier", "max_tool_calls",
     "system", "stop_sequences", "thinking", "output_config", "output_format", "chat_template_kwargs", "mcp_servers",
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "return_token_strs", "tokens",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "return_token_strs", "tokens", "items",
 )  # fmt: skip
 HEADERS = (
     "host", "origin", "sec-fetch-site", "access-control-request-method", "trailer", "connection", "upgrade",
@@ -66,7 +66,8 @@ ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Those whose errors are Anthropic's."""
 API_PATHS = (
     *ANSWERING_PATHS, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/chat/completions/input_tokens",
-    "/v1/batches", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank",
+    "/v1/batches", "/v1/conversations", "/v1/conversations/x/items", "/v1/chat/completions/x",
+    "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank",
     "/tokenize", "/detokenize", "/apply-template",
 )  # fmt: skip
 BLOCKS: tuple[Any, ...] = (
@@ -77,6 +78,9 @@ BLOCKS: tuple[Any, ...] = (
 """Blocks of messages, right and wrong ones, as Anthropic's API has them."""
 PATHS = (
     "/v1/responses/x", "/v1/responses/x/cancel", "/v1/responses/x/input_items", "/v1/responses/x?stream=true",
+    "/v1/conversations/x", "/v1/conversations/x/items", "/v1/conversations/x/items/y", "/v1/conversations",
+    "/v1/conversations/x/items?order=x", "/v1/chat/completions/x", "/v1/chat/completions/x/messages",
+    "/v1/chat/completions?metadata[a]=b", "/v1/chat/completions?metadata[", "/v1/chat/completions?after=x",
     "/v1/responses/x?starting_after=-1", "/v1/responses/x/input_items?order=x",
     "/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files?limit=x", "/v1/batches", "/v1/batches/x",
     "/v1/batches/x/cancel", "/v1/batches?after=x", "/tokenize", "/detokenize", "/openapi.json", "/dashboard",

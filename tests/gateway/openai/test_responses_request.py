@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.openai.requests import parse
-from gateway.openai.responses_request import ResponsesRequest, own_words
+from gateway.openai.responses_request import ResponsesRequest, check_items, own_words
 from services.runtime import status
 from services.runtime.errors import InvalidRequest
 from tests.gateway.test_chat_tools import WEATHER
@@ -137,8 +137,6 @@ def test_options_become_those_of_a_chat():
 
 REFUSED = {
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", UNSUPPORTED),
-    "conversation": ({"conversation": "conv_1"}, "conversation", UNSUPPORTED),
-    "conversation-object": ({"conversation": {"id": "conv_1"}}, "conversation", UNSUPPORTED),
     "moderation": ({"moderation": {"model": "m"}}, "moderation", UNSUPPORTED),
     "prompt": ({"prompt": {"id": "p"}}, "prompt", UNSUPPORTED),
     "top_logprobs": ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
@@ -303,10 +301,32 @@ def test_half_a_surrogate_pair_in_what_is_given_back_is_refused(path):
     assert status.openai_error(refused.value)["error"]["param"] is None or path[0] in refused.value.field
 
 
-@pytest.mark.parametrize("members", [{"background": True}, {"previous_response_id": "resp_1"}])
+@pytest.mark.parametrize(
+    "members", [{"background": True}, {"previous_response_id": "resp_1"}, {"conversation": "conv_1"}]
+)
 def test_what_needs_a_store_is_refused_without_one(members):
     request, _ = parse(json.dumps({"input": ASKED, **members}).encode(), ResponsesRequest)
     with pytest.raises(InvalidRequest) as refused:
         request.check_stateless()
     assert (refused.value.field, refused.value.code) == (*members, UNSUPPORTED)
     parse(json.dumps({"input": ASKED, "store": True}).encode(), ResponsesRequest)[0].check_stateless()
+
+
+def test_a_conversation_is_named_by_its_id_or_by_an_object_with_it():
+    for named in ("conv_1", {"id": "conv_1"}):
+        assert (
+            parse(json.dumps({"input": ASKED, "conversation": named}).encode(), ResponsesRequest)[0].conversation_id
+            == "conv_1"
+        )
+    assert parse(json.dumps({"input": ASKED}).encode(), ResponsesRequest)[0].conversation_id is None
+
+
+def test_items_are_checked_after_those_before_them():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "o"}
+    check_items([output], before=[call])
+    check_items([call, output], before=[])
+    for items, before, field in (([output], [], "items[0].call_id"), ([call], [output], "conversation.call_id")):
+        with pytest.raises(InvalidRequest) as refused:
+            check_items(items, before=before)
+        assert refused.value.field == field

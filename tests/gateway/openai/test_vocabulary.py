@@ -102,6 +102,7 @@ INNER = {
     },
     "tools": lambda more: {"tools": [{"type": "function", "function": {"name": "f"}, **more}]},
     "reasoning": lambda more: {"input": "a", "reasoning": more},
+    "conversation": lambda more: {"input": "a", "conversation": {"id": "conv_1", **more}},
     "text": lambda more: {"input": "a", "text": more},
     "text.format": lambda more: {"input": "a", "text": {"format": {"type": "text", **more}}},
     "input": lambda more: {"input": [{"role": "user", "content": "a", **more}]},

@@ -47,3 +47,36 @@ async def test_files_and_batches_keep_to_the_document(system):
     check(deleted.json(), schema_of("/v1/files/{file_id}", method="delete"))
     missing = await system.http.get("/v1/batches/nobody")
     check(missing.json(), schema_of("/v1/batches/{batch_id}", 404, method="get"))
+
+
+async def test_conversations_and_stored_chats_keep_to_the_document(system):
+    one, chat = "/v1/conversations/{conversation_id}", "/v1/chat/completions/{completion_id}"
+    items = {"items": [{"role": "user", "content": "a"}]}
+    asked = {"messages": [{"role": "user", "content": "a"}], "store": True}
+    made = (await system.http.post("/v1/conversations", json=items)).json()
+    check(made, schema_of("/v1/conversations"))
+    kept = (await system.http.post("/v1/chat/completions", json=asked)).json()
+    page = (await system.http.get(f"/v1/conversations/{made['id']}/items")).json()
+    names = {"conversation_id": made["id"], "completion_id": kept["id"], "item_id": page["data"][0]["id"]}
+    metadata = {"metadata": {"a": "b"}}
+    for method, path, body in (
+        ("get", one, None),
+        ("post", one, metadata),
+        ("get", f"{one}/items", None),
+        ("post", f"{one}/items", items),
+        ("get", f"{one}/items/{{item_id}}", None),
+        ("delete", f"{one}/items/{{item_id}}", None),
+        ("delete", one, None),
+        ("get", "/v1/chat/completions", None),
+        ("get", chat, None),
+        ("post", chat, metadata),
+        ("get", f"{chat}/messages", None),
+        ("delete", chat, None),
+    ):
+        for status in (200, 404):
+            filled = path.format(**(names if status == 200 else {**dict.fromkeys(names, "none")}))
+            if filled == "/v1/chat/completions" and status == 404:
+                continue
+            got = await system.http.request(method, filled, json=body)
+            assert got.status_code == status, (method, filled, got.text)
+            check(got.json(), schema_of(path, status, method=method))

@@ -17,7 +17,8 @@ from gateway.access.keys import digest_of_key, new_key
 from gateway.http.bodies import Bodies
 from gateway.openai.shapes import SAMPLING
 from gateway.openapi.answers import Error
-from gateway.openapi.operations import EVENTS, OPERATIONS
+from gateway.openapi.operation import EVENTS
+from gateway.openapi.operations import OPERATIONS
 from tests.gateway.openapi.described import DOCUMENT, check, schema_of
 
 SCHEMAS = DOCUMENT["components"]["schemas"]

@@ -208,7 +208,7 @@ async def test_a_conversation_beyond_what_a_request_may_have_is_refused(make, cl
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="tiny", input="hello " * 80, background=True)
     assert caught.value.code == "request_too_large"
-    monkeypatch.setattr("gateway.stored.keeping.MAX_ANSWER_BYTES", 500)
+    monkeypatch.setattr("gateway.stored.kept.MAX_ANSWER_BYTES", 500)
     assert (await client.responses.create(model="tiny", input="hi")).store is False
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, AnswerReply
+from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, AnswerReply
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
@@ -173,3 +173,78 @@ async def test_tenants_take_turns(answers):
     assert (await answers.claim("me", busy_tenants=["acme"])).tenant == "other"
     assert await answers.claim("me", full_tenants=["acme"]) is None
     assert (await answers.claim("me", busy_tenants=["acme"])).id == "a0"
+
+
+async def read(answers, answer_id="a"):
+    return await answers.find("acme", answer_id)
+
+
+async def test_a_change_is_made_to_what_was_read_and_to_nothing_else(answers, client):
+    await put(answers)
+    first = await read(answers)
+    assert await answers.change("acme", "a", read=first, document=b"new", input_items=b"[1]") is AnswerReply.DONE
+    assert await answers.change("acme", "a", read=first, document=b"late") is AnswerReply.FENCED
+    second = await read(answers)
+    assert (second.document, second.input) == (b"new", b"[1]")
+    assert await answers.change("acme", "a", read=second, document=b"newer") is AnswerReply.DONE
+    assert (await read(answers)).input == b"[1]"
+    assert await answers.swept_bytes() == len(b"newer") + len(b"[1]") + OVERHEAD_BYTES
+    assert client.ttl(KEYS.answers_prefix + "acme") > 100
+    assert await answers.change("other", "a", read=second, document=b"x") is AnswerReply.GONE
+    await create(answers, "runs")
+    assert await answers.change("acme", "runs", read=await read(answers, "runs"), document=b"x") is AnswerReply.FENCED
+
+
+async def test_items_are_added_once_and_keep_their_list_alive(answers, client, monkeypatch):
+    await put(answers)
+    (key,) = [key for key in client.scan_iter(KEYS.answer_prefix + "*")]
+    client.expire(key, 20)
+    for items in ([b'{"id":"a"}'], [b'{"id":"b"}', b'{"id":"c"}']):
+        assert await answers.append("acme", "a", items=items) is AnswerReply.DONE
+        assert await answers.append("acme", "a", items=items) is AnswerReply.HELD
+    found = await read(answers)
+    assert found.input == b'[{"id":"a"},{"id":"b"},{"id":"c"}]'
+    assert client.ttl(key) > 90
+    assert await answers.swept_bytes() == 100 + len(found.input) + OVERHEAD_BYTES
+    monkeypatch.setattr("services.cluster.answers.MAX_ANSWER_BYTES", 140)
+    assert await answers.append("acme", "a", items=[b'{"id":"long"}']) is AnswerReply.LONG
+    assert await answers.append("other", "a", items=[b"{}"]) is AnswerReply.GONE
+
+
+async def test_what_grows_makes_room_and_is_not_evicted_by_itself(patient_store):
+    each = 1000 + 2 + OVERHEAD_BYTES
+    answers = AnswerStore(patient_store, room=AnswerRoom(2 * each, 10 * each), life_s=100.0)
+    await put(answers, "grows", num_bytes=1000)
+    await put(answers, "a", num_bytes=1000)
+    assert await answers.append("acme", "grows", items=[b"1" * 1000]) is AnswerReply.DONE
+    assert await read(answers) is None
+    assert await answers.append("acme", "grows", items=[b"2" * 3000]) is AnswerReply.TENANT_FULL
+    found = await read(answers, "grows")
+    assert found.input == b"[" + b"1" * 1000 + b"]"
+    longer = await answers.change("acme", "grows", read=found, document=b"d" * 9000)
+    assert (longer, await read(answers, "grows")) == (AnswerReply.TENANT_FULL, found)
+
+
+async def test_a_list_has_those_of_its_kind_in_the_order_of_their_making(answers, monkeypatch, client):
+    for number in range(7):
+        await answers.put("acme", f"x-{number}", document=b"%d" % number, input_items=b"[]")
+        await put(answers, f"y-{number}")
+    await answers.put("other", "x-8", document=b"8", input_items=b"[]")
+    await create(answers, "x-9")
+
+    async def page(**asked):
+        return await answers.page("acme", "x-", **{"limit": 3, "accepts": lambda document: True, **asked})
+
+    assert await page() == ([b"6", b"5", b"4"], True)
+    assert await page(after="x-4") == ([b"3", b"2", b"1"], True)
+    assert await page(after="x-1") == ([b"0"], False)
+    assert await page(newest_first=False, limit=7) == ([b"%d" % number for number in range(7)], False)
+    assert await page(accepts=lambda document: int(document) % 3 == 0) == ([b"6", b"3", b"0"], False)
+    assert await page(after="x-8") == ([], False), "it is another tenant's"
+    # More than one script looks at lie between.
+    client.zadd(KEYS.answers_prefix + "acme", {f"{number:032x}": 2e15 + number for number in range(MAX_SEEN)})
+    assert await page(limit=1) == ([b"6"], True)
+    assert await page(limit=7, newest_first=False) == ([b"%d" % number for number in range(7)], False)
+    monkeypatch.setattr("services.cluster.answers.MAX_ANSWER_BYTES", 1)
+    assert await page(limit=7) == ([b"6", b"5"], True)
+    assert await page(limit=7, after="x-5") == ([b"4", b"3"], True)
