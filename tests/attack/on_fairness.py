@@ -131,6 +131,18 @@ async def bodies_beside_answers(target: Target) -> Sequence[Row]:
     )
 
 
+@attack(32)
+async def background_responses_without_end(target: Target) -> Sequence[Row]:
+    """As many responses in the background as the tenant may have, each with a long prompt, made anew all the time."""
+    asked = {"input": "a" * 20_000, "background": True, "max_output_tokens": 200, "ignore_eos": True}
+    return await _compared(
+        target,
+        "responses in the background, as many as there may be",
+        worst=_posting("/v1/responses", asked, num_clients=8),
+        ordinary=_posting("/v1/completions", _plain()),
+    )
+
+
 WRONG_SCHEMAS: dict[str, Any] = {
     "multipleOf: -1": {"type": "integer", "multipleOf": -1},
     "$defs: 5": {"$defs": 5, "type": "integer"},
@@ -247,10 +259,10 @@ async def _loaded(target: Target, load: Load) -> AsyncIterator[None]:
         task.cancel()
         await asyncio.wait((task,))
     async with asyncio.timeout(QUIET_S), target.client(ADMIN) as http:
-        while True:
+        num_quiet = 0  # looks in a row; between two responses in the background nothing may run for a moment
+        while num_quiet < 3:
             workers = (await http.get("/cluster")).json()["workers"]
-            if not any(worker["running"] + worker["waiting"] for worker in workers):
-                return
+            num_quiet = 0 if any(worker["running"] + worker["waiting"] for worker in workers) else num_quiet + 1
             await asyncio.sleep(0.1)
 
 
