@@ -44,7 +44,7 @@ from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
 from gateway.topology.presence import Presence
-from gateway.topology.trouble_watch import TroubleWatch, circuits, quarantined, unreadable_keys
+from gateway.topology.trouble_watch import TroubleWatch, circuits, hot_decodes, quarantined, unreadable_keys
 from gateway.topology.troubles import Found, Kind, Troubles
 from services.cluster.batches import BatchStore
 from services.cluster.decision_board import DecisionBoard
@@ -360,7 +360,7 @@ class Gateway:
         self._quarantine.start()
         self._prefixes.start()
         self.topology.start()
-        self.requests.monitor.start()
+        self.requests.start()
         self.batches.start()
         self.stored.background.start()
         self._storage.start()
@@ -404,7 +404,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._journals.close()
         await self._storage.close()
-        await self.requests.monitor.close()
+        await self.requests.close()
         await self._trouble_watch.close()
         await self.topology.close()
         await self._placements.close()
@@ -417,10 +417,11 @@ class Gateway:
 
     def _told(self) -> Mapping[Kind, Mapping[str, Found]]:
         """What other parts know to be wrong."""
-        error = None if self.door.key_file is None else self.door.key_file.error
+        key_file = self.door.key_file
         return {
-            "api_keys": unreadable_keys("" if error is None else error.message),
+            "api_keys": unreadable_keys(key_file.error.message if key_file and key_file.error else ""),
             "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
+            "hot_spot": hot_decodes(self.requests.rebalancer.hot_spots()),
             "quarantine": quarantined(self._quarantine.count()),
         }
 
@@ -453,8 +454,7 @@ class Gateway:
     def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
         """Says once of each worker that its model is not served here: its --model-name may be a mistake."""
         strangers = {worker.incarnation: worker for worker in workers if worker.model not in self._min_prefill}
-        for incarnation in strangers.keys() - self._strangers:
-            worker = strangers[incarnation]
+        for worker in map(strangers.__getitem__, strangers.keys() - self._strangers):
             logger.info("a worker has a model not served here", extra={"worker": worker.id, "model": worker.model})
         self._strangers = set(strangers)
 

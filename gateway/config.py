@@ -229,6 +229,12 @@ class GatewayConfig:
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to continue an answer, in seconds."
     )
+    rebalance: bool = option(
+        flag(),
+        default=False,
+        help="Move running answers, with their pages, from decode workers with long steps or too few pages to those "
+        "with less to do.",
+    )
     allow_other_weights: bool = option(
         flag(),
         default=False,

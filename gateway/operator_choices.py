@@ -54,6 +54,7 @@ def policies(config: GatewayConfig) -> Policies:
         failover_wait_s=config.failover_wait_s,
         max_queue_wait_s=config.max_queue_wait_s,
         pulls_prefixes=config.pull_prefixes,
+        rebalances=config.rebalance,
     )
 
 

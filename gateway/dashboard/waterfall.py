@@ -83,6 +83,7 @@ _REASONS = {
     "remote_is_cheaper": "a prefill worker was the cheaper way",
     "local_is_cheaper": "the decode worker itself was the cheaper way",
     "move": "the decode worker that had it was leaving, so it moved, with its pages",
+    "rebalance": "this decode worker had shorter steps or more free pages, so it moved here, with its pages",
 }
 
 

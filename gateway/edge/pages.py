@@ -135,6 +135,7 @@ class ClusterPage:
             "requests": {"queued": requests.num_queued, "running": requests.num_running},
             "prefill": requests.prefill_choice,
             "pools": list(topology.pools),
+            "rebalancing": requests.rebalancer.as_json(),
             "redis": {
                 "available": store.is_available,
                 "round_trip_s": round(store.round_trip.mean_s, 6),

@@ -79,12 +79,12 @@ class PullStory(NamedTuple):
 class AttemptStory(msgspec.Struct, omit_defaults=True):
     """One try of an answer. Microseconds, since the request came where they are moments.
 
-    `began_us`: it was offered to workers; `placed_us`: they took it. `reason` is the router's word, or `move`.
-    `rival` is the decode worker that came second, for `rival_s` in all. `cached_tokens` were believed to be in a cache.
-    `waited_us` is the wait in the worker that computed the prompt, which had `ahead_tokens` of other prompts to
-    compute. `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens).
-    `failure`: what ended the attempt before the answer was complete. `pulled_tokens` came from another worker, for
-    which `pull_us` were spent.
+    `began_us`: it was offered to workers; `placed_us`: they took it. `reason` is the router's word, `move` or
+    `rebalance`. `rival` is the decode worker that came second, for `rival_s` in all. `cached_tokens` were believed to
+    be in a cache. `waited_us` is the wait in the worker that computed the prompt, which had `ahead_tokens` of other
+    prompts to compute. `chunks` are the parts in which a prefill worker computed it: (since that began, how long,
+    tokens). `failure`: what ended the attempt before the answer was complete. `pulled_tokens` came from another worker,
+    for which `pull_us` were spent.
 
     What was predicted is kept in seconds, as the route has it: few stories are ever read. `terms` are its `inputs`,
     `first_s` and `second_s` the times of the first two tokens since `began_us`, and `uncorrected_s` both before earlier
@@ -242,9 +242,9 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
         if self.attempts:
             self.attempts[-1].queue_s = predicted_s
 
-    def note_move(self, decode: str, at_us: int) -> None:
-        """Notes that it continues at another decode worker, with its pages."""
-        self._add(AttemptStory(at_us, at_us, decode, reason="move"))
+    def note_move(self, decode: str, at_us: int, *, reason: str) -> None:
+        """Notes that it continues at another decode worker, with its pages: `move` or `rebalance`."""
+        self._add(AttemptStory(at_us, at_us, decode, reason=reason))
 
     def note_prompt(self, prefill: str, started: PrefillStarted | None) -> None:
         """Notes which worker has computed the prompt, and what it said of the beginning, if it did."""

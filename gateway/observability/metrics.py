@@ -237,8 +237,14 @@ class Metrics:
         self.quarantined = self._counter("quarantined_requests", "Requests that two workers died of.")
         self.moves = self._counter(
             "moves",
-            "Answers to be moved away from a decode worker that is leaving: begun, refused by all others.",
+            "Answers to be moved to another decode worker, with their pages: begun, refused by all that were asked.",
             "outcome",
+        )
+        self.rebalanced = self._counter(
+            "rebalanced_answers",
+            "Answers that were to move to a decode worker with less to do, by why (faster, pages) and what came of it: "
+            "moved, refused, ended before that.",
+            *("reason", "outcome"),
         )
         self.fallbacks = self._counter(
             "fallbacks",

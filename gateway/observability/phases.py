@@ -161,14 +161,15 @@ class AnswerSpans:
             self._begin("kv_transfer", attempt, now_s).end_s = now_s
         self._begin(name, attempt, now_s)
 
-    def moves(self, attempt: AttemptFacts, *, to: str, num_tokens: int) -> None:
-        """Notes that its pages go from the decode worker of the last phase to that of `attempt`."""
+    def moves(self, attempt: AttemptFacts, *, to: str, num_tokens: int, reason: str) -> None:
+        """Notes that its pages go from the decode worker of the last phase to that of `attempt`, and why."""
         giver = self.phases[-1]
         self._follows = _Follows(giver, "moved")
         self.goes_on("kv_transfer", attempt, num_tokens=num_tokens)
         source = giver.attempt.decode_worker if giver.attempt is not None else ""
         number = attempt.number
         said: dict[str, Value] = {"tandem.attempt": number, "tandem.from": source, "tandem.to": to}
+        said["tandem.reason"] = reason
         self._request.add_event("move", said)
 
     def has_token(self) -> None:

@@ -412,6 +412,17 @@ class RequestCounts(Exact):
     running: int
 
 
+class RebalancingState(Exact):
+    """Running answers that this gateway moves to decode workers with less to do, and the last decision in words."""
+
+    on: bool
+    under_way: int
+    moved: int
+    refused: int
+    ended: int
+    last: str
+
+
 class RedisState(Exact):
     """Redis as this gateway reaches it; `last_failure` is empty before the first."""
 
@@ -484,3 +495,4 @@ class ClusterState(Exact):
     requests: RequestCounts
     prefill: str
     pools: list[Pool]
+    rebalancing: RebalancingState

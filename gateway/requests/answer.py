@@ -58,6 +58,7 @@ class RunningAnswer:
     num_failures = 0
     num_failures_in_row = 0
     next_move_at_s = 0.0
+    _rests_until_s = 0.0
     must_queue = False
     usual = NOTHING_MEASURED
     """The usual speeds of its model's workers, as of the last decision."""
@@ -205,10 +206,19 @@ class RunningAnswer:
     def move_to(self, attempt: Attempt) -> None:
         """Continues as this attempt, whose decode worker gets the pages of the one before."""
         self.attempt = attempt
+        self.next_move_at_s = 0.0
 
     def put_off_move(self, seconds: float) -> None:
         """Has it ask again for a worker to move to, after this time, since none takes it now."""
         self.next_move_at_s = asyncio.get_running_loop().time() + seconds
+
+    def rest(self, seconds: float) -> None:
+        """Has rebalancing leave it alone for this time."""
+        self._rests_until_s = asyncio.get_running_loop().time() + seconds
+
+    def is_resting(self, now_s: float) -> bool:
+        """Returns whether rebalancing leaves it alone at a time of the event loop."""
+        return now_s < self._rests_until_s
 
     def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
         """Returns the next try, on this decode worker."""

@@ -1,8 +1,8 @@
 """One try of one answer on a pair of workers: its events put in order, its capacity given back when it is left.
 
 Tokens come from two workers on two streams: index 0 from the prefill worker, the rest from the decode worker, and
-either may arrive first. The pages may also come from a decode worker that is leaving, the `Giver`. Knows neither how
-workers are chosen nor what happens after a failure; says only whose failure it was.
+either may arrive first. The pages may also come from the decode worker that the answer moves away from, the `Giver`.
+Knows neither how workers are chosen nor what happens after a failure; says only whose failure it was.
 
 How far it has come is its `stage`; the tables at the end of this file say what each event of each worker does. The
 workers that hold something of the attempt are in one set beside it.
@@ -96,6 +96,10 @@ class Attempt:
             decode_worker=decode.peer.worker_id,
             is_move=giver is not None,
         )
+        self.wanted = ""
+        """The decode worker that the answer is to move to; empty: it stays, unless its worker leaves."""
+        self.is_arriving = giver is not None
+        """Whether the answer moves here, and its task has not taken note yet that it is generated here."""
         self._giver = giver
         self._mailbox = mailbox
         self._tokens = tokens
@@ -207,13 +211,14 @@ class Attempt:
 
     @property
     def is_move(self) -> bool:
-        """Whether the pages come from a decode worker that is leaving."""
+        """Whether the pages come from another decode worker."""
         return self._giver is not None
 
     @property
     def is_moving(self) -> bool:
         """Whether the answer is on its way to another decode worker, or should be."""
-        return self._giver is not None or self.stage is AttemptStage.PAUSED or self.decode.load.is_draining
+        has_to_go = bool(self.wanted) or self.decode.load.is_draining
+        return has_to_go or self.is_arriving or self.stage is AttemptStage.PAUSED
 
     @property
     def is_at_giver(self) -> bool:

@@ -210,6 +210,20 @@ class Dispatcher:
             sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
 
+    def decode_views(self, model: str) -> tuple[Views, Sequence[str]]:
+        """Returns the decode workers of a model in rotation, and the ids of those that get new work."""
+        workers, usual = self._topology.workers(model), self._topology.usual_speeds(model)
+        views = workers.decode.views(usual, usual.local, (ServiceClass.BATCH, 0), self._topology.now_s())
+        return views, self.watch.usable(views.worker_ids)
+
+    def may_move(self, request: RunningAnswer, *, giver: DecodeSession, taker: WorkerView) -> bool:
+        """Returns whether a running answer, whose pages a worker has, may continue at another one that takes work."""
+        if request in self.on_trial or taker.incarnation in request.avoided:
+            return False
+        if request.max_num_tokens > min(taker.max_sequence_tokens, taker.pages_total * taker.page_size):
+            return False
+        return taker.worker_id in self.allowed(request) and self._topology.can_take_over(taker.worker_id, giver.peer)
+
     def takers(self, request: RunningAnswer, giver: DecodeSession) -> list[WorkerView]:
         """Returns the decode workers that an answer may move to with its pages."""
         views = [route.decode for route in self.routes(request)]

@@ -38,6 +38,7 @@ from gateway.requests.policies import Policies
 from gateway.requests.promises import Promises
 from gateway.requests.quarantine import Quarantine, QuarantineList
 from gateway.requests.queue import AdmissionQueue
+from gateway.requests.rebalancing import Rebalancer
 from gateway.requests.seeds import refused_id
 from gateway.topology.members import Topology
 from gateway.topology.watch import CircuitReport, CutPairReport
@@ -111,8 +112,29 @@ class Requests:
         itl_target_s = self.log.history.targets.itl_s
         self.bottlenecks = BottleneckWatch(topology.members, self._population, itl_target_s=itl_target_s, clock=clock)
         metrics.watch(self.bottlenecks)
+        self.rebalancer = self._make_rebalancer(is_on=policies.rebalances)
         metrics.watch_requests(self._population)
         metrics.watch_breakers(lambda: dispatcher.num_open_breakers, dispatcher.circuit, dispatcher.watch.num_openings)
+
+    def _make_rebalancer(self, *, is_on: bool) -> Rebalancer:
+        return Rebalancer(
+            self._topology,
+            self._dispatcher,
+            models=[model.name for model in self.catalog],
+            answers=lambda: self._open,
+            metrics=self._metrics,
+            is_on=is_on,
+        )
+
+    def start(self) -> None:
+        """Begins to look at workers: at their health, and at how evenly they are loaded."""
+        self.monitor.start()
+        self.rebalancer.start()
+
+    async def close(self) -> None:
+        """Stops looking."""
+        await self.rebalancer.close()
+        await self.monitor.close()
 
     @property
     def num_queued(self) -> int:
@@ -318,7 +340,7 @@ class Requests:
         """Returns the attempt that continues from here: this one, or the one at the answer's new worker."""
         newer = await self._moves.follow(request, attempt)
         if newer is not attempt:
-            observer.moved(request, newer)
+            observer.moved(request, newer, reason="move" if attempt.decode.load.is_draining else "rebalance")
         return newer
 
     def _leave(self, request: RunningAnswer, observer: AnswerObserver) -> None:

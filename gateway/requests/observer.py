@@ -153,18 +153,21 @@ class AnswerObserver:
             self._steady = attempt
         return is_new
 
-    def moved(self, request: RunningAnswer, attempt: Attempt) -> None:
-        """Notes that it continues as another attempt, whose decode worker gets its pages from the one before."""
+    def moved(self, request: RunningAnswer, attempt: Attempt, *, reason: str) -> None:
+        """Notes that it continues as another attempt, whose decode worker gets its pages from the one before.
+
+        `reason` is `move` where that one is leaving, `rebalance` where this one has less to do.
+        """
         trace, before = self.trace, self._attempt
         moved_us = trace.enter("transfer", self._sinks.clock.monotonic())
         trace.num_moves += 1
         if self.spans is not None:
             to = attempt.decode.peer.worker_id
-            self.spans.moves(attempt.facts, to=to, num_tokens=request.num_tokens)
+            self.spans.moves(attempt.facts, to=to, num_tokens=request.num_tokens, reason=reason)
         if before is not None:
             self._note_handoff(request, before.facts.handed_off)
         self._attempt = attempt
-        trace.story.note_move(attempt.decode.peer.worker_id, moved_us)
+        trace.story.note_move(attempt.decode.peer.worker_id, moved_us, reason=reason)
         self._note_workers(attempt)
         self._place(request, State.TRANSFERRING)
 

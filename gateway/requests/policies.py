@@ -35,3 +35,5 @@ class Policies:
     max_queue_wait_s: float = 60.0
     pulls_prefixes: bool = True
     """Whether prefill workers fetch what other workers hold of a prompt, where that is quicker than computing it."""
+    rebalances: bool = False
+    """Whether running answers move from full decode workers to others."""

@@ -5,7 +5,9 @@ Each judgement is a function of plain data; what they need of the past is kept i
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
+from statistics import median
 
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
@@ -21,6 +23,7 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
 from services.runtime.worker_state import WorkerState
+from services.scheduling.rebalancing import HotSpot, Obstacle
 
 LOOK_S = 1.0
 UNREACHABLE_AFTER_S = LEASE_TTL_S + 1.0
@@ -43,6 +46,10 @@ LEFT_OUT_REMEDY = "give gateway and workers the same files, or the worker a --mo
 GONE_REMEDY = "look at its machine and its log; a worker that leaves on purpose is ended with SIGTERM or tandem drain"
 MISSING_REMEDY = "start workers, look at those that are gone or cannot be reached, or change --expect"
 SLOW_REDIS_REMEDY = "move Redis nearer to the gateways, or look at what else uses it or its machine"
+HOT_FOR_S = 10.0
+HOT_QUEUE_S, HOT_QUEUE_FACTOR = 2.0, 3.0
+"""The seconds of prompts that make a prefill worker a hot spot, where they are this many times the others' median."""
+
 LINK_CAUSE = "pages got stuck on their way while small messages passed: large packets are lost"
 LINK_REMEDY = (
     "lower the MTU of both machines' interfaces to what the path carries (VPN, VXLAN), or let ICMP through so that "
@@ -61,6 +68,23 @@ CIRCUIT_REMEDIES = {
     "gpu": "look after its GPU: what it says is in tandem status",
 }
 PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
+    "off": ("running answers are not moved (--rebalance)", "let this gateway rebalance"),
+    "full": ("the others have no room for its answers", "add a decode worker, or pages to the others"),
+    "closed": (
+        "the others have refused its answers, or have just given it some",
+        "see the gateways' logs for `not moved`; it ends by itself where answers were just exchanged",
+    ),
+    "held": (
+        "none of its answers may move",
+        "see whether it has other weights or tenants than the others; answers of other gateways are theirs to move",
+    ),
+    "dear": ("its answers would lose more by moving than they gain", "see the links between decode workers"),
+    "pausing": ("its answers move", ""),
+}
+HOT_PROMPTS_REMEDY = (
+    "prompts stay where they were sent: see whether it is slower than the others, or alone in holding a common prefix"
+)
 KEYS_REMEDY = "repair the file: it is read again within a second, and until then the keys before it hold"
 QUARANTINE_REMEDY = (
     "see the gateways' logs for what was quarantined, and the last words of the workers that died; it ends by itself "
@@ -91,6 +115,7 @@ class TroubleWatch:
         self._clock = clock
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
+        self._hot = _Lasting(HOT_FOR_S)
         self._links: dict[str, float] = {}
         """When pages last got stuck between a pair of workers, by the names of the pair."""
         self._task: asyncio.Task[None] | None = None
@@ -116,7 +141,8 @@ class TroubleWatch:
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
         for kind, found in self._told().items():
-            troubles.settle(kind, found)
+            hot = {**found, **hot_prefills(members)} if kind == "hot_spot" else None
+            troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
         slow = {} if not self._store.is_available else slow_redis(self._store.round_trip.mean_s)
@@ -223,6 +249,36 @@ def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -
         what = "is used all the same" if pair.state == "suspected" else "is avoided"
         cause = f"the way {what}: {pair.words or 'pages do not arrive'} (since {pair.for_s:.0f} s)"
         found[_link(pair.prefill_id, pair.decode_id)] = Found(cause, PAIR_REMEDY)
+    return found
+
+
+def hot_decodes(spots: Mapping[str, HotSpot]) -> Mapping[str, Found]:
+    """Returns the decode workers with far longer steps than the others, whose answers stay where they are."""
+    found = {}
+    for worker_id, spot in spots.items():
+        why, remedy = HOT_OBSTACLES[spot.obstacle]
+        times = f"its steps take {1e3 * spot.step_s:.0f} ms, those of the others {1e3 * spot.usual_s:.0f}"
+        found[worker_id] = Found(f"{times}: {why}", remedy)
+    return found
+
+
+def hot_prefills(members: Iterable[Member]) -> Mapping[str, Found]:
+    """Returns the prefill workers where far more waits to be computed than at the others of their model."""
+    queues_s: dict[str, dict[str, float]] = {}
+    for member in members:
+        if member.record.role != "prefill" or member.state != WorkerState.READY:
+            continue
+        speed, waiting_tokens = member.load.prefill_speed, member.load.waiting_tokens
+        if speed is not None:
+            queue_s = speed.time_s(waiting_tokens) if waiting_tokens else 0.0
+            queues_s.setdefault(member.record.model, {})[member.record.id] = queue_s
+    found = {}
+    for by_worker in queues_s.values():
+        for worker_id, queue_s in by_worker.items():
+            others_s = median([other_s for other, other_s in by_worker.items() if other != worker_id] or [math.inf])
+            if queue_s >= max(HOT_QUEUE_S, HOT_QUEUE_FACTOR * others_s):
+                cause = f"prompts of {queue_s:.1f} s wait there, at the others of {others_s:.1f} s"
+                found[worker_id] = Found(cause, HOT_PROMPTS_REMEDY)
     return found
 
 

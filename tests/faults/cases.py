@@ -57,6 +57,9 @@ NUM_SPECS = 32
 BUSY_S = 600.0
 MOST_HELD = 24
 """File descriptors or threads more than before, under load: a leak would be one with each change of a role."""
+MOST_KIB = 80 * 1024
+"""Resident memory more than before without the page pool's: malloc keeps what busy threads have had once, and a leak
+would be an engine with each change of a role."""
 REMOTE = {"x-tandem-prefill": "remote"}
 SPARE = {"fds": 8, "rings": 1, "tasks": 8, "threads": 16}
 
@@ -383,7 +386,9 @@ async def change_some_roles(opened: Session, number: int, *, mortal: Sequence[st
     for name, held in before.items():
         now = cluster.resources(name)
         opened.row.figures[name] = f"{held} became {now}"
-        if now.fds > held.fds + MOST_HELD or now.threads > held.threads + MOST_HELD or now.rings > held.rings + 4:
+        more_kib = now.rss_kib - now.pool_kib - held.rss_kib + held.pool_kib
+        is_more = now.fds > held.fds + MOST_HELD or now.threads > held.threads + MOST_HELD or now.rings > held.rings + 4
+        if is_more or more_kib > MOST_KIB:
             opened.row.leaks.append(f"{name} held {held} and holds {now}")
 
 

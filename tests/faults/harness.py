@@ -9,6 +9,7 @@ import asyncio
 import glob
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -111,6 +112,8 @@ class Resources:
     rings: int
     """Mappings of shared-memory rings."""
     rss_kib: int
+    pool_kib: int
+    """The part of it that is the page pool's, whose memory is taken as its pages are used for the first time."""
 
 
 @dataclass
@@ -293,6 +296,7 @@ class FaultCluster:
             threads=len(os.listdir(f"/proc/{pid}/task")),
             rings=maps.count("memfd:tandem-ring"),
             rss_kib=rss,
+            pool_kib=_largest_kib(Path(f"/proc/{pid}/smaps").read_text()),
         )
 
     async def num_tasks(self, name: str) -> int:
@@ -356,6 +360,14 @@ def _is_free(worker: Mapping[str, Any]) -> bool:
     pages = worker["pages"]
     is_whole = pages["free"] + pages["cached"] == pages["total"] and pages["reserved"] == pages["used"] == 0
     return bool(is_whole and worker["running"] == worker["waiting"] == 0)
+
+
+def _largest_kib(smaps: str) -> int:
+    """Returns what is resident of a process's largest mapping that has neither file nor name: of a worker, its pool."""
+    found = re.findall(
+        r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ 00:00 0 *\nSize: +(\d+) kB\n(?:.*\n)*?Rss: +(\d+) kB$", smaps, re.M
+    )
+    return int(max(found, key=lambda pair: int(pair[0]))[1]) if found else 0
 
 
 def _state_of(pid: int) -> str:

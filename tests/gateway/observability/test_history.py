@@ -83,7 +83,7 @@ def test_a_request_is_good_if_all_its_answers_were_in_time() -> None:
 def test_a_story_has_a_bound() -> None:
     story = AnswerStory([("queue", 0)])
     for number in range(1000):
-        story.note_move("d", number)
+        story.note_move("d", number, reason="move")
     assert len(story.attempts) == 64
     story.note_failure("first")
     story.note_failure("second")
@@ -92,7 +92,7 @@ def test_a_story_has_a_bound() -> None:
 
 def test_what_workers_say_that_cannot_be_is_left_out() -> None:
     story = AnswerStory([("queue", 0)])
-    story.note_move("d", 0)
+    story.note_move("d", 0, reason="move")
     story.note_prompt("p", PrefillStarted(math.nan))
     story.note_handoff(num_pages=1, num_bytes=2, exposed_s=math.inf, transport="shm", chunks=[(math.nan, -math.inf, 3)])
     (attempt,) = story.attempts

@@ -432,6 +432,7 @@ def all_moved():
     metrics.note_tenant("a-tenant", "finished", prompt_tokens=3, generated_tokens=2)
     metrics.note_unlogged("slow")
     metrics.moves.labels("begun").inc()
+    metrics.rebalanced.labels("faster", "moved").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
     metrics.tiers.labels("auto", "small", "cheap").inc()
     metrics.batch_rows.labels("completed").inc()

@@ -295,7 +295,7 @@ async def test_a_move_links_to_where_the_answer_was(make_system, worker_type, pa
     assert (link.context.span_id, link.attributes["tandem.reason"]) == (earlier.context.span_id, "moved")
     assert (earlier.attributes["tandem.worker"], later.attributes["tandem.worker"]) == ("decode-0", "decode-1")
     assert moving.attributes["tandem.kv.bytes"] == 64
-    said = {"tandem.attempt": 2, "tandem.from": "decode-0", "tandem.to": "decode-1"}
+    said = {"tandem.attempt": 2, "tandem.from": "decode-0", "tandem.to": "decode-1", "tandem.reason": "move"}
     assert ("move", said) in events_of(request)
     tokens = earlier.attributes["tandem.tokens"] + later.attributes["tandem.tokens"]
     assert tokens == request.attributes["gen_ai.usage.output_tokens"] - 1

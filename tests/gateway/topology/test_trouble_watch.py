@@ -10,12 +10,16 @@ from gateway.topology.presence import Presence, Seen
 from gateway.topology.trouble_watch import (
     CLOCK_OFF_FOR_S,
     DAY_S,
+    HOT_FOR_S,
+    HOT_OBSTACLES,
     LARGE_BYTES,
     LINK_FOR_S,
     SLOW_REDIS_FOR_S,
     UNREACHABLE_AFTER_S,
     TroubleWatch,
     circuits,
+    hot_decodes,
+    hot_prefills,
     quarantined,
     unreadable_keys,
 )
@@ -25,6 +29,8 @@ from services.runtime import rpc
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
 from services.runtime.tls import Identity
+from services.scheduling.prediction import PrefillSpeed
+from services.scheduling.rebalancing import HotSpot
 
 UNIX_S = 1_800_000_000.0
 
@@ -44,7 +50,9 @@ class Wall:
 
 def member(id_: str, **what: Any) -> Any:
     """A member as the watch sees it."""
-    record = SimpleNamespace(id=id_, address=f"{id_}:1", certificate_end_unix_s=what.pop("certificate_end_unix_s", 0))
+    record = SimpleNamespace(
+        id=id_, role="decode", address=f"{id_}:1", certificate_end_unix_s=what.pop("certificate_end_unix_s", 0)
+    )
     session = SimpleNamespace(is_up=True, load=SimpleNamespace(clock_ahead_s=what.pop("clock_ahead_s", None)))
     facts = {"state": "ready", "left_out": "", "obstacle": None, "changed_at_s": 0.0, **what}
     return SimpleNamespace(record=record, session=session, **facts)
@@ -207,3 +215,38 @@ def test_quarantine_is_a_trouble_while_it_lasts(scene: Scene) -> None:
         assert cause.startswith(words)
     scene.told = {"quarantine": quarantined(0)}
     assert scene.look() == {}
+
+
+def test_a_hot_spot_is_told_when_it_lasts_with_its_cause(scene: Scene) -> None:
+    scene.told = {"hot_spot": hot_decodes({"d": HotSpot(0.3, 0.1, "full")})}
+    assert scene.look() == {}
+    scene.wall.now_s += HOT_FOR_S
+    cause = "its steps take 300 ms, those of the others 100: the others have no room for its answers"
+    assert scene.look() == {("hot_spot", "d"): cause}
+    assert "add a decode worker" in scene.watch.troubles.of("hot_spot")[0].remedy
+    scene.told = {"hot_spot": {}}
+    assert scene.look() == {}
+
+
+def test_every_obstacle_has_words() -> None:
+    for obstacle, (why, _) in HOT_OBSTACLES.items():
+        (found,) = hot_decodes({"d": HotSpot(0.3, 0.1, obstacle)}).values()
+        assert found.cause.endswith(f": {why}")
+
+
+MS_A_TOKEN = PrefillSpeed(0.0, 0.001)
+
+
+def test_a_prefill_worker_where_far_more_waits_than_at_the_others() -> None:
+    def prefill(id_: str, waiting_tokens: int, *, model: str = "m", speed: Any = MS_A_TOKEN) -> Any:
+        one = member(id_)
+        one.record.role, one.record.model = "prefill", model
+        one.load = SimpleNamespace(prefill_speed=speed, waiting_tokens=waiting_tokens)
+        return one
+
+    (found,) = hot_prefills([prefill("a", 9000), prefill("b", 1000), prefill("c", 3000)]).items()
+    assert (found[0], found[1].cause) == ("a", "prompts of 9.0 s wait there, at the others of 2.0 s")
+    assert hot_prefills([prefill("a", 9000), prefill("b", 4000)]) == {}, "the other one waits nearly as long"
+    assert hot_prefills([prefill("a", 1900), prefill("b", 0)]) == {}, "it is not long"
+    assert hot_prefills([prefill("a", 9000), prefill("b", 0, model="other")]) == {}, "nothing to compare it with"
+    assert hot_prefills([prefill("a", 9000, speed=None), prefill("b", 0)]) == {}, "it has measured nothing"

@@ -1,0 +1,142 @@
+"""What a second decode worker does for answers that run already: `python -m benchmarks.rebalancing [--answers 30]`.
+
+Long answers run on one decode worker; then `tandem scale` brings a second one. Printed is the 99th percentile of the
+gaps between tokens, in a window before, and in one that begins `SETTLE_S` after the second worker is ready, while all
+of them still run. Two clusters in turn, without rebalancing and with it: the first one's answers, which never moved,
+are what those of the second are compared with, token for token. Aim: half the gap, which is the least that is possible
+where a step costs nothing but its sequences.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.cluster import Cluster, request, running_cluster, stream
+from benchmarks.engine import VOCABULARY
+from benchmarks.load import percentile
+from benchmarks.random_model import FIRST_TOKEN_ID, make_served_model
+from benchmarks.report import Ratio, add_arguments, leave
+
+SETTLE_S = 5.0
+"""After the second worker is ready: the time that rebalancing has."""
+WARM_UP_TOKENS = 16
+"""The answers are measured from the moment at which each has this many tokens."""
+TIMEOUT_S = 300.0
+NO_TARGETS = {"TANDEM_TTFT_TARGET_S": "0", "TANDEM_ITL_TARGET_S": "0"}
+"""All answers are let in, however long that takes."""
+
+
+@dataclass
+class Watched:
+    """An answer, and when each of its tokens came (time.monotonic)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    async def run(self, stub: Any, message: Any) -> None:
+        """Runs to the end. Raises AssertionError where a token is missing or repeated."""
+        async for response in stream(stub, message, timeout_s=TIMEOUT_S):
+            if response.token_ids:
+                assert response.first_index == len(self.token_ids), "an index is missing or repeated"
+                self.token_ids += response.token_ids
+                self.times_s.append(time.monotonic())
+
+    def gaps_s(self, start_s: float, end_s: float) -> list[float]:
+        """Returns the gaps that end in a window."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.times_s) if start_s <= later < end_s]
+
+
+def p99_ms(answers: Sequence[Watched], start_s: float, end_s: float) -> float:
+    """Returns the 99th percentile of all gaps in a window, in milliseconds."""
+    assert all(answer.times_s[-1] >= end_s for answer in answers), "an answer ended before the window: ask for more"
+    return 1e3 * percentile([gap for answer in answers for gap in answer.gaps_s(start_s, end_s)], 0.99)
+
+
+async def until_ready(cluster: Cluster, num: int) -> None:
+    """Waits until the gateway has this many decode workers in rotation."""
+    async with asyncio.timeout(60):
+        while True:
+            workers = (await asyncio.to_thread(cluster.get, "/cluster"))["workers"]
+            if sum(worker["role"] == "decode" and worker["state"] == "ready" for worker in workers) >= num:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def measure(cluster: Cluster, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
+    """Returns the figures of one cluster, and the answers' tokens."""
+    chance = random.Random(arguments.seed)
+    answers = [Watched() for _ in range(arguments.answers)]
+    async with cluster.inference() as stub, asyncio.TaskGroup() as running:
+        for answer in answers:
+            prompt = [chance.randrange(FIRST_TOKEN_ID, VOCABULARY) for _ in range(arguments.prompt_tokens)]
+            message = request(prompt, max_tokens=arguments.new_tokens, temperature=0.0, ignore_eos=True)
+            running.create_task(answer.run(stub, message))
+        while min(len(answer.token_ids) for answer in answers) < WARM_UP_TOKENS:  # noqa: ASYNC110 - other tasks' work
+            await asyncio.sleep(0.05)
+        before_s = time.monotonic()
+        await asyncio.sleep(arguments.window)
+        between_s = time.monotonic()
+        command = [sys.executable, "-m", "cli.main", "scale", "--url", cluster.http, "--decode", "2"]
+        await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+        await until_ready(cluster, 2)
+        ready_s = time.monotonic()
+        await asyncio.sleep(SETTLE_S + arguments.window)
+        workers = (page := await asyncio.to_thread(cluster.get, "/cluster"))["workers"]
+    after_s = ready_s + SETTLE_S
+    figures = {
+        "before_ms": p99_ms(answers, before_s, between_s),
+        "meanwhile_ms": p99_ms(answers, ready_s, after_s),
+        "after_ms": p99_ms(answers, after_s, after_s + arguments.window),
+        "running": {worker["id"]: worker["running"] for worker in workers if worker["role"] == "decode"},
+        "rebalancing": page["rebalancing"],
+    }
+    return figures, [answer.token_ids for answer in answers]
+
+
+def main() -> None:
+    """Measure, print, and write the figures as JSON where asked. Exit code 1: an answer was another one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=30)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=600)
+    parser.add_argument("--window", type=float, default=6.0, metavar="SECONDS")
+    parser.add_argument("--kv-pages", type=int, default=2200)
+    parser.add_argument("--seed", type=int, default=1)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    figures, tokens = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_served_model(Path(folder), "float32")
+        for name, is_on in (("without", "false"), ("with", "true")):
+            flags = ("--threads", "1", "--kv-pages", str(arguments.kv_pages))
+            with running_cluster(*flags, model=model, settings={**NO_TARGETS, "TANDEM_REBALANCE": is_on}) as cluster:
+                figures[name], tokens[name] = uvloop.run(measure(cluster, arguments))
+            print(name, figures[name], flush=True)
+    different = sum(one != other for one, other in zip(tokens["without"], tokens["with"], strict=True))
+    lost = sum(len(one) < arguments.new_tokens for one in tokens["with"])
+    ratios = {
+        f"P99 gap with a second worker, {name} rebalancing": Ratio(
+            each["after_ms"] / each["before_ms"], 0.5 if name == "with" else None, lower_is_better=True
+        )
+        for name, each in figures.items()
+    }
+    for what, ratio in ratios.items():
+        print(f"{what}: {ratio.value:.2f}")
+    print(f"{different} of {arguments.answers} answers differ, {lost} were lost")
+    leave(arguments, "rebalancing", {**figures, "different": different, "lost": lost}, ratios)
+    sys.exit(1 if different or lost else 0)
+
+
+if __name__ == "__main__":
+    main()
