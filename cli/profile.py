@@ -6,6 +6,7 @@ answers of several sizes and lengths together. `tandem replay` and `tandem plan`
 
 import asyncio
 import json
+import secrets
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -115,12 +116,15 @@ async def _measure(settings: ProfileSettings, model: str) -> tuple[list[PromptTi
 
 
 class _Measure:
-    """Measures by asking, after a pause each. No two prompts are the same, so that no prefix is cached."""
+    """Measures by asking, after a pause each. No two prompts are the same, so that no prefix is cached.
+
+    Nor are those of two runs, or of `tandem bench`: the second run would measure what the first one left in caches.
+    """
 
     def __init__(self, load: Load, pause_s: float) -> None:
         self._load = load
         self._pause_s = pause_s
-        self._num_asked = 0
+        self._num_asked = secrets.randbits(62)
 
     async def prompt(self, tokens: int, *, repeats: int) -> PromptTime:
         """Returns the time of a prompt that is alone."""
