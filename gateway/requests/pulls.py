@@ -15,8 +15,8 @@ from services.scheduling.routing.views import CanPull, WorkerView
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 """How long a pair is left alone after a failure; each further one doubles it."""
-LEAST_LIMIT_S = 0.25
-"""The limit of a pull that saves less than this: the first one of a pair has its Link to make."""
+PATIENCE_S = 0.5
+"""How much longer than computing a pull may take: the first one of a pair has its Link to make."""
 MAX_PAIRS = 4096
 
 
@@ -41,7 +41,7 @@ class Pulls:
         for prefill_id, pull in route.pulls.items():
             member = self._topology.member(pull.holder.worker_id)
             if member is not None and member.session.is_up:
-                peer, limit_s = member.session.peer, max(LEAST_LIMIT_S, pull.computing_s)
+                peer, limit_s = member.session.peer, PATIENCE_S + pull.computing_s
                 orders[prefill_id] = PullOrder(peer.worker_id, peer.incarnation, peer.address, pull.num_tokens, limit_s)
         return orders
 

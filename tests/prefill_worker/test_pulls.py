@@ -105,6 +105,13 @@ async def test_whole_pages_are_asked_for_and_never_the_last_token(holder: Holder
     assert [len(wanted.token_ids) for wanted in holder.asked] == ([13] if num_tokens == 99 else [])
 
 
+async def test_a_prompt_of_whole_pages_has_one_left_to_compute(holder: Holder) -> None:
+    gateway, holder.script = holder.bench.gateway(), lambda transfer_id: holder.give(transfer_id, 8)
+    gateway.prefill("r", PROMPT[:12], pull=worker_pb2.Pull(address="h:1", num_tokens=12, limit_ms=5000))
+    assert (await handed_off(gateway, "r")).num_pulled_tokens == 8
+    assert holder.asked[0].token_ids == PROMPT[:9]
+
+
 async def test_a_failure_before_pages_are_reserved_costs_a_computation(holder: Holder) -> None:
     async def refuse(transfer_id: TransferId) -> int:
         raise WorkerUnavailable("the holder is gone")

@@ -8,6 +8,7 @@ with pull_s the time of the lacking bytes over the measured link from H to P, an
 engine, which look into their caches between two steps. `price` says what work_s and crowd are.
 """
 
+import heapq
 from collections.abc import Sequence
 from itertools import chain, islice
 
@@ -25,13 +26,16 @@ def add_pulls(
 ) -> None:
     """Changes, in place, the terms of prefill workers that fetch sooner than they compute, and notes the pulls.
 
-    `workers` are those of each role. The holders of the longest beginnings are looked at.
+    `workers` are those of each role. The holders of the longest beginnings are looked at, and the prefill workers that
+    are cheapest without a pull: what one saves is about the same at all that lack as much.
     """
     cached_tokens = prices.request.cached_tokens
     found = [islice(holders(views, cached_tokens), prices.settings.num_holders) for views in workers]
     held = [view for view in chain.from_iterable(found) if view.can_pull]
-    for place, entry in enumerate(priced) if held else ():
-        terms = PrefillTerms._make(entry)
+    if not held:
+        return
+    for place in heapq.nsmallest(prices.settings.num_choices, range(len(priced)), key=lambda place: priced[place][0]):
+        terms = PrefillTerms._make(priced[place])
         pull = _best(prices, terms, held, can_pull)
         if pull is not None:
             priced[place] = _with(prices, terms, pull)
@@ -45,7 +49,7 @@ def _best(prices: Prices, terms: PrefillTerms, held: list[WorkerView], can_pull:
         return None
     for holder in held:
         num_tokens = _num_tokens(prices, view, holder)
-        if num_tokens <= terms.cached_tokens or holder.worker_id == view.worker_id or not can_pull(holder, view):
+        if num_tokens <= terms.cached_tokens or not can_pull(holder, view):
             continue
         num_bytes = (num_tokens - terms.cached_tokens) * prices.request.kv_bytes_per_token
         time_s = ASK_S + _step_s(holder) + _step_s(view) + prices.link(holder, view).time_s(num_bytes)
