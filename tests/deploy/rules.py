@@ -47,7 +47,7 @@ PROGRAMS: dict[str, type] = {
 WORKERS = ("prefill", "decode")
 PORT_VARIABLES = {
     "gateway": {"TANDEM_HTTP_PORT": "http", "TANDEM_GRPC_PORT": "grpc", "TANDEM_ADMIN_PORT": "metrics"},
-    "prefill": {"TANDEM_PORT": "grpc", "TANDEM_METRICS_PORT": "metrics"},
+    "prefill": {"TANDEM_PORT": "grpc", "TANDEM_TRANSFER_PORT": "transfer", "TANDEM_METRICS_PORT": "metrics"},
     "decode": {"TANDEM_PORT": "grpc", "TANDEM_TRANSFER_PORT": "transfer", "TANDEM_METRICS_PORT": "metrics"},
 }
 SERVING = frozenset(("gateway", *WORKERS))
@@ -205,10 +205,7 @@ def policies_let_pass_what_is_dialled(objects: Sequence[Object]) -> Iterator[str
         ("anybody", "gateway", 50051),
         ("gateway", "prefill", 7000),
         ("gateway", "decode", 7000),
-        ("prefill", "decode", 7000),
-        ("prefill", "decode", 7001),
-        ("decode", "decode", 7000),
-        ("decode", "decode", 7001),
+        *((sender, receiver, port) for sender in WORKERS for receiver in WORKERS for port in (7000, 7001)),
         *((component, "DNS", 53) for component in components - {"redis"}),
     }
     if "redis" in components:
