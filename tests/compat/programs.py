@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = Path(__file__).parent / "clients"
+ENVIRONMENTS = ROOT / "build" / "compat"
 MODEL, LONG_MODEL = "tandem-demo", "tandem-demo-long"
 LIMIT_S = 900
 
@@ -44,7 +46,7 @@ def python_client(script: str, *packages: str) -> Run:
     """Returns what runs a script with packages of PyPI in a virtual environment."""
 
     def run(folder: Path, environment: Mapping[str, str]) -> Findings:
-        return _findings([_python(folder, *packages), CLIENTS / script], folder, environment)
+        return _findings([python_with(folder, *packages), CLIENTS / script], folder, environment)
 
     return run
 
@@ -68,7 +70,7 @@ def pytest_client(script: str, package: str, *packages: str) -> Run:
     """Returns what runs a suite of tests that packages of PyPI have; the version is that of the first package."""
 
     def run(folder: Path, environment: Mapping[str, str]) -> Findings:
-        python = _python(folder, package, *packages)
+        python = python_with(folder, package, *packages)
         for name in ("checks.py", script):
             (folder / name).write_text((CLIENTS / name).read_text())
         (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_test_loop_scope = session\n")
@@ -81,7 +83,7 @@ def pytest_client(script: str, package: str, *packages: str) -> Run:
 
 def llama_cpp(folder: Path, environment: Mapping[str, str]) -> Findings:
     """Runs those tests of llama.cpp's server that ask the API, from the source package of llama-cpp-python."""
-    python = _python(
+    python = python_with(
         folder,
         "scikit-build-core",
         "aiohttp",
@@ -108,6 +110,51 @@ def llama_cpp(folder: Path, environment: Mapping[str, str]) -> Findings:
     ]
     port = environment["COMPAT_URL"].rpartition(":")[2]
     return Findings(name.rpartition("-")[2], _tested(python, tests, files, {"DEBUG_EXTERNAL": "1", "PORT": port}))
+
+
+def go_client(folder: Path, environment: Mapping[str, str]) -> Findings:
+    """Runs the checks of gRPC for Go, and the example, with stubs and libraries of Debian's packages."""
+    _need("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
+    sources = {"check": CLIENTS / "grpc_go.go", "example": ROOT / "examples" / "chat_grpc.go"}
+    for name, source in sources.items():
+        (package := folder / "src" / name).mkdir(parents=True, exist_ok=True)
+        for file in (source, CLIENTS / "grpc_go_codec.go"):
+            shutil.copy(file, package)
+    _do(["protoc", *_PROTOS, f"--go_out={folder}/src", f"--go-grpc_out={folder}/src", "inference.proto"], folder)
+    paths = {"GO111MODULE": "off", "GOPATH": f"{folder}:/usr/share/gocode", "GOFLAGS": "-p=1"}
+    found = _findings(["go", "run", "check"], folder, {**environment, **paths})
+    return _with_example(found, _do(["go", "run", "example", environment["COMPAT_GRPC"]], folder, paths))
+
+
+def java_client(folder: Path, environment: Mapping[str, str]) -> Findings:
+    """Runs the checks of gRPC for Java, and the example, with stubs and libraries of Debian's packages."""
+    _need("javac", "protoc", "grpc_java_plugin", "/usr/share/java/grpc-netty.jar", "/usr/share/java/perfmark-api.jar")
+    plugin = f"--plugin=protoc-gen-grpc-java={shutil.which('grpc_java_plugin')}"
+    (folder / "stubs").mkdir(exist_ok=True)
+    outputs = [f"--java_out={folder}/stubs", f"--grpc-java_out={folder}/stubs"]
+    _do(["protoc", *_PROTOS, plugin, *outputs, "inference.proto"], folder)
+    paths = f"{folder}/classes:/usr/share/java/*"
+    sources = [*(folder / "stubs").rglob("*.java"), CLIENTS / "GrpcJava.java", ROOT / "examples" / "ChatGrpc.java"]
+    _do(["javac", "-nowarn", "-cp", paths, "-d", folder / "classes", *sources], folder)
+    found = _findings(["java", "-cp", paths, "GrpcJava"], folder, environment)
+    return _with_example(found, _do(["java", "-cp", paths, "ChatGrpc", environment["COMPAT_GRPC"]], folder))
+
+
+_PROTOS = ("-I", str(ROOT / "protos"))
+
+
+class Missing(Exception):
+    """A tool that the system's own packages have is not installed."""
+
+
+def _need(*tools: str) -> None:
+    missing = [tool for tool in tools if shutil.which(tool) is None and not Path(tool).exists()]
+    if missing:
+        raise Missing(f"not installed: {', '.join(missing)}")
+
+
+def _with_example(found: Findings, told: str) -> Findings:
+    return Findings(found.version, {**found.checks, "the example": "" if told.strip() else "it says nothing"})
 
 
 def buf(folder: Path, environment: Mapping[str, str]) -> Findings:
@@ -144,7 +191,9 @@ def _in_report(report: Path) -> Iterator[tuple[str, str]]:
             yield f"{module}::{case.get('name')}", " ".join(found)[:300]
 
 
-def _python(folder: Path, *packages: str) -> Path:
+def python_with(folder: Path, *packages: str) -> Path:
+    """Returns the Python of an environment in this folder that has these packages."""
+    folder.mkdir(parents=True, exist_ok=True)
     python = folder / "env" / "bin" / "python"
     installed = folder / "env" / "installed"
     if not installed.exists():
@@ -188,6 +237,8 @@ PROGRAMS: Mapping[str, Program] = {
         "the address; the key as metadata",
         node_client("grpc_js.mjs", "@grpc/grpc-js", "@grpc/proto-loader"),
     ),
+    "grpc-go": Program("gRPC, Go", "the address; the key as metadata", go_client),
+    "grpc-java": Program("gRPC, Java", "the address; the key as metadata", java_client),
     "agents-python": Program(
         "OpenAI's Agents SDK, Python", "OPENAI_BASE_URL", python_client("agents_python.py", "openai-agents")
     ),
@@ -219,6 +270,7 @@ PROGRAMS: Mapping[str, Program] = {
         "base_url",
         python_client("guidance_python.py", "guidance", "openai"),
     ),
+    "http2": Program("HTTP/2 by the sections of RFC 9113, curl, h2load", "", python_client("http2_cases.py", "hpack")),
     "buf": Program("buf lint, of protos/", "", buf),
     "llama-cpp": Program("llama.cpp's server tests (of chats, messages, responses, tokens)", "", llama_cpp),
 }

