@@ -1,7 +1,7 @@
 """The answers to a request for a tier: by its cheap model, or by the stronger one where a rule or a check says so.
 
 With a check nothing is sent before the answers are complete and have passed it. The stronger model's are not checked,
-and where it has no room for them, those that failed are sent. A named request keeps to the model that it began with, so
+and where it gives none, those that failed are sent. A named request keeps to the model that it began with, so
 its answers are not checked.
 """
 
@@ -18,8 +18,8 @@ from gateway.named.ask import Ask
 from gateway.named.reader import Part
 from gateway.openai.writer import Whole
 from gateway.requests.call import Call
-from gateway.requests.fallback import FALLS_BACK
 from gateway.types import Delta, Usage
+from services.runtime.errors import RequestCancelled, TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,10 @@ class TieredGenerator(Generator):
             try:
                 async with begin(on_taken=_nobody) as answers:
                     held = _HeldAnswers(answers, await answers.wholes())
-            except FALLS_BACK:
-                why += "_without_room"
+            except RequestCancelled:
+                raise
+            except TandemError:
+                why += "_not_replaced"  # An answer is worth more than the reason for which no better one came.
         yield self._told(held, tier, why)
 
     def _told(self, answers: Answers, tier: Tier, why: str) -> Answers:

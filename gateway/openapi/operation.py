@@ -97,6 +97,7 @@ ANSWER_HEADERS: Mapping[str, tuple[str, Schema]] = {
     ID_HEADER: ("The request's id, also in the log.", {"type": "string", "pattern": NAME_PATTERN}),
     "X-Tandem-Model": ("The model that answered, by its own name.", {"type": "string"}),
     "X-Tandem-Fallback": ("The model in whose place another one answered, and why.", {"type": "string"}),
+    "X-Tandem-Tier": ("The tier that was asked for, the model of it that answered, and why.", {"type": "string"}),
     "X-Tandem-Ignored": ("Members of the body that were ignored, separated by commas.", {"type": "string"}),
     "Retry-After": ("Seconds after which it may be worth trying again.", {"type": "integer", "minimum": 1}),
     "X-Should-Retry": ("A conflict: the same again would meet the same.", {"type": "string", "const": "false"}),

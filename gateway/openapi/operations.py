@@ -42,7 +42,10 @@ from gateway.openapi.operation import (
 from gateway.stored.chats_api import ChangedMetadata
 from gateway.stored.conversations_api import CreateConversation, NewItems
 
-_GENERATED = ("X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", "X-Should-Retry", *LIMITS)
+_GENERATED = (
+    *("X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Tier", "X-Tandem-Ignored", "X-Should-Retry"),
+    *LIMITS,
+)
 
 
 class CountedInput(msgspec.Struct, kw_only=True):

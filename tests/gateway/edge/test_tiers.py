@@ -104,10 +104,10 @@ async def test_an_answer_that_passes_the_check_is_sent_as_it_is(make_tier: Any) 
     assert not system.workers["decode-large"].attempts
 
 
-async def test_an_answer_that_failed_is_sent_where_the_stronger_model_has_no_room(make_tier: Any) -> None:
+async def test_an_answer_that_failed_is_sent_where_the_stronger_model_gives_none(make_tier: Any) -> None:
     system = await make_tier('check = ["finished"]', ends={"small": False}, max_queue_wait_s=0.2)
     system.refuses = {"large"}
-    assert told(await ask(system)) == ("small", "auto -> small; reason=check_finished_without_room", SMALL)
+    assert told(await ask(system)) == ("small", "auto -> small; reason=check_finished_not_replaced", SMALL)
     system.refuses = {"small"}
     refused = await ask(system)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
