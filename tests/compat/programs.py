@@ -157,6 +157,15 @@ def _with_example(found: Findings, told: str) -> Findings:
     return Findings(found.version, {**found.checks, "the example": "" if told.strip() else "it says nothing"})
 
 
+def open_webui(folder: Path, environment: Mapping[str, str]) -> Findings:
+    """Runs Open WebUI without torch, which it needs for models of its own only and which would bring CUDA along."""
+    python = python_with(folder, "uv")
+    if not (folder / "env" / "bin" / "open-webui").exists():
+        (folder / "left-out.txt").write_text("torch ; sys_platform == 'never'\n")
+        _do([python, "-m", "uv", "pip", "install", "-q", "--override", folder / "left-out.txt", "open-webui"], folder)
+    return _findings([python, CLIENTS / "open_webui_chat.py"], folder, environment)
+
+
 def buf(folder: Path, environment: Mapping[str, str]) -> Findings:
     """Runs buf's checks on the contracts, without a server."""
     program = folder / "node_modules" / ".bin" / "buf"
@@ -259,6 +268,7 @@ PROGRAMS: Mapping[str, Program] = {
     "smolagents": Program(
         "smolagents' two agents", "api_base", python_client("smolagents_agents.py", "smolagents[openai]"), LONG_MODEL
     ),
+    "open-webui": Program("Open WebUI", "OPENAI_API_BASE_URL", open_webui, LONG_MODEL),
     "lm-eval": Program("lm-eval", "base_url", python_client("lm_eval_tasks.py", "lm-eval[api]")),
     "outlines": Program(
         "outlines: from_vllm, from_sglang, from_openai",
