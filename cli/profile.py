@@ -44,11 +44,6 @@ class ProfileSettings(GatewaySettings):
     )
     new_tokens: int = option(integer(16), default=128, help="Tokens of each of these answers.")
     repeats: int = option(integer(1), default=5, help="Times that each is measured; the one in the middle counts.")
-    pause: float = option(
-        number(0, 60),
-        default=0.25,
-        help="Seconds before each of them: a worker that was idle is slower at first, as it is for most requests.",
-    )
     timeout: float = option(number(0.1, 86_400), default=600.0, help="Longest silence of an answer, in seconds.")
 
 
@@ -103,8 +98,7 @@ async def _measure(settings: ProfileSettings, model: str) -> tuple[list[PromptTi
         timeout_s=settings.timeout,
     )
     async with endpoint.client(settings.tls()) as client:
-        load = Load(endpoint, client, tokens_per_word=await measured_words(endpoint, client))
-        measure = _Measure(load, settings.pause)
+        measure = _Measure(Load(endpoint, client, tokens_per_word=await measured_words(endpoint, client)))
         await measure.prompt(max(settings.prompts), repeats=2)  # the first ones are slower than all later ones
         prompts = [await measure.prompt(tokens, repeats=settings.repeats) for tokens in settings.prompts]
         steps = [
@@ -116,14 +110,13 @@ async def _measure(settings: ProfileSettings, model: str) -> tuple[list[PromptTi
 
 
 class _Measure:
-    """Measures by asking, after a pause each. No two prompts are the same, so that no prefix is cached.
+    """Measures by asking. No two prompts are the same, so that no prefix is cached.
 
     Nor are those of two runs, or of `tandem bench`: the second run would measure what the first one left in caches.
     """
 
-    def __init__(self, load: Load, pause_s: float) -> None:
+    def __init__(self, load: Load) -> None:
         self._load = load
-        self._pause_s = pause_s
         self._num_asked = secrets.randbits(62)
 
     async def prompt(self, tokens: int, *, repeats: int) -> PromptTime:
@@ -149,7 +142,6 @@ class _Measure:
         asks = [Ask(0.0, ((self._num_asked + each, tokens),), new_tokens) for each in range(1, number + 1)]
         self._num_asked += number
         replies: list[Reply] = []
-        await asyncio.sleep(self._pause_s)
         await self._load.open_loop(asks, replies.append)
         failed = [one.error for one in replies if one.error]
         if failed:

@@ -37,7 +37,7 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
     api.routes["POST /v1/completions"] = answer
     file = tmp_path / "m.json"
     words = ["--url", api.url, "--prompts", "20,100,200", "--batches", "1,2", "--contexts", "20,100"]
-    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2", "--pause", "0"]) == 0
+    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2"]) == 0
     assert "m: prompts: error mean" in capsys.readouterr().out
     found = read_measured(file)
     assert (found.kv_tokens, found.max_batch, found.kv_bytes_per_token) == (1600, 4, 100)
@@ -51,21 +51,15 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
     assert main(["replay", str(trace), "--measured", str(file)]) == 0
 
 
-def measure(api: Any, file: Path, *, pause: str) -> None:
-    """Measures an endpoint that takes 0.1 s to begin if nothing was asked for 0.25 s, else 5 ms."""
-    last_end_s = time.monotonic()
-
+def test_a_second_run_finds_none_of_its_prompts_in_a_cache(api: Any, tmp_path: Path) -> None:
     def answer() -> list[Any]:
-        was_idle_s = time.monotonic() - last_end_s
+        usage = {"prompt_tokens": 20, "completion_tokens": 16}
 
         def pieces() -> Any:
-            nonlocal last_end_s
-            time.sleep(0.1 if was_idle_s > 0.25 else 0.005)
             for _ in range(api.requests[-1][1]["max_tokens"]):
-                yield {"choices": [{"text": "x"}]}
                 time.sleep(0.001)
-            last_end_s = time.monotonic()
-            yield {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 16}}
+                yield {"choices": [{"text": "x"}]}
+            yield {"choices": [], "usage": usage}
             yield b"data: [DONE]\n\n"
 
         return pieces()  # type: ignore[no-any-return]  # the fake stands for an untyped iterator
@@ -73,23 +67,11 @@ def measure(api: Any, file: Path, *, pause: str) -> None:
     api.routes["GET /v1/models"] = (200, {"data": [{"id": "m"}]})
     api.routes["GET /cluster"] = (404, {"error": {"message": "no such page"}})
     api.routes["POST /v1/completions"] = answer
-    words = ["--url", api.url, "--prompts", "20,21,22", "--batches", "1", "--contexts", "20,30,40"]
-    assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "1", "--pause", pause]) == 0
-
-
-@pytest.mark.parametrize(("pause", "is_cold"), [("0.3", True), ("0", False)])
-def test_workers_are_measured_after_a_pause_as_most_requests_meet_them(
-    api: Any, tmp_path: Path, pause: str, is_cold: bool
-) -> None:
-    measure(api, tmp_path / "m.json", pause=pause)
-    assert (min(one.first_s for one in read_measured(tmp_path / "m.json").prompts) >= 0.1) == is_cold
-
-
-def test_a_second_run_finds_none_of_its_prompts_in_a_cache(api: Any, tmp_path: Path) -> None:
+    words = ["--url", api.url, "--prompts", "20,21,22", "--batches", "1", "--contexts", "20,30,40", "--repeats", "1"]
     runs = []
     for _ in range(2):
         num_before = len(api.requests)
-        measure(api, tmp_path / "m.json", pause="0")
+        assert main(["profile", str(tmp_path / "m.json"), *words, "--new-tokens", "16"]) == 0
         bodies = [body for _, body in api.requests[num_before:] if body and "prompt" in body]
         runs.append({body["prompt"][:60] for body in bodies if body["max_tokens"] > 1})  # others tell a word's tokens
     assert len(runs[0]) >= 6
