@@ -124,7 +124,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_served_model(Path(folder), "float32")
         for name, is_on in (("without", "false"), ("with", "true")):
-            flags = ("--threads", "1", "--kv-pages", str(arguments.kv_pages))
+            # Pinned, the second decode worker would have the core of the first, and the prefill worker one that idles.
+            flags = ("--threads", "1", "--no-pin", "--kv-pages", str(arguments.kv_pages))
             with running_cluster(*flags, model=model, settings={**NO_TARGETS, "TANDEM_REBALANCE": is_on}) as cluster:
                 figures[name], tokens[name] = uvloop.run(measure(cluster, arguments))
             print(name, figures[name], flush=True)

@@ -65,7 +65,6 @@ TESTED_BY = {
     "gateway/http/refusals.py": "gateway/http/test_protocol.py",
     "gateway/requests/acceptance.py": "gateway/test_bad_input.py",
     "gateway/requests/answer.py": "gateway/test_exactly_once.py",
-    "gateway/requests/cache_hints.py": "gateway/test_cached_tokens.py",
     "gateway/requests/call.py": "gateway/test_adoption.py",
     "gateway/requests/dispatch.py": "gateway/test_faults.py",
     "gateway/requests/observer.py": "gateway/observability/test_request_log.py",

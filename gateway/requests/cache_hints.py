@@ -34,7 +34,11 @@ class CacheHints:
 
     def expect(self, request: RunningAnswer, route: Route) -> None:
         """Notes the request's route, so that the next requests with the same prefix know of it."""
-        views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
+        views = route.prefills[:1] if route.is_remote else ()
+        if (
+            not views or request.spec.sampling.max_tokens > 1
+        ):  # an answer of one token may end before its pages have gone
+            views = (route.decode, *views)
         for layout in self._topology.cache_layouts(request.spec.model):
             keys = self._keys(request, layout)
             for view in views if keys else ():

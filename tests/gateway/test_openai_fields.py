@@ -70,10 +70,10 @@ async def test_half_a_character_binds_nothing_together(system, field):
 
 
 async def test_what_is_not_done_is_named(system):
-    """Nothing is stored, and nothing is done with a name for OpenAI's own checks."""
-    response = await system.chat(store=True, metadata={"a": "b"}, safety_identifier="x")
+    """Nothing is done with a name for OpenAI's own checks, nor with words about an answer that is not stored."""
+    response = await system.chat(metadata={"a": "b"}, safety_identifier="x")
     assert response.status_code == 200
-    assert response.headers["x-tandem-ignored"] == "store,metadata,safety_identifier"
+    assert response.headers["x-tandem-ignored"] == "metadata,safety_identifier"
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------

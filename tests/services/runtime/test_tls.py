@@ -218,7 +218,7 @@ def test_only_a_named_role_gets_in(service: str, roles: set[str]) -> None:
         return
     assert verdict(None) is Unauthenticated
     allowed = {"tandem.v1.PrefillWorker": {"gateway"}, "tandem.v1.DecodeWorker": {"gateway"}}
-    allowed["tandem.v1.Link"] = {"prefill", "decode"}
+    allowed["tandem.v1.Link"] = allowed["tandem.v1.Prefixes"] = {"prefill", "decode"}
     expected = None if roles & allowed.get(service, set()) else PermissionDenied
     assert verdict(frozenset(roles)) is expected
 
