@@ -73,7 +73,7 @@ async def test_what_is_not_done_is_named(system):
     """Nothing is done with a name for OpenAI's own checks, nor with words about an answer that is not stored."""
     response = await system.chat(metadata={"a": "b"}, safety_identifier="x")
     assert response.status_code == 200
-    assert response.headers["x-tandem-ignored"] == "metadata,safety_identifier"
+    assert response.headers["x-tandem-ignored"] == "safety_identifier,metadata"
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------
