@@ -54,6 +54,11 @@ field() {
 set -a; . "$(field EnvironmentFile)"; set +a
 cd "$(field WorkingDirectory)"
 setsid $(field ExecStart) > "$HERE/$unit.log" 2>&1 &
+started=$!
+if [[ "$unit" = *worker@* || "$unit" = *prefill@* || "$unit" = *decode@* ]]; then
+  # A unit of the type notify: systemctl returns when it is ready.
+  until grep -q '"message":"ready"' "$HERE/$unit.log"; do kill -0 $started; sleep 0.1; done
+fi
 """
 SHIMS = {
     "scp": _SCP,
