@@ -34,16 +34,20 @@ class CacheHints:
 
     def expect(self, request: RunningAnswer, route: Route) -> None:
         """Notes the request's route, so that the next requests with the same prefix know of it."""
-        views = route.prefills[:1] if route.is_remote else ()
-        if (
-            not views or request.spec.sampling.max_tokens > 1
-        ):  # an answer of one token may end before its pages have gone
-            views = (route.decode, *views)
+        views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
         for layout in self._topology.cache_layouts(request.spec.model):
             keys = self._keys(request, layout)
             for view in views if keys else ():
                 if view.page_size == layout[1]:
                     self._view.expect(view.worker_id, keys, ttl_s=EXPECTED_S)
+
+    def has_published(self, request: RunningAnswer, worker_id: str, *, num_tokens: int) -> bool:
+        """Returns whether a worker has said itself that it has the first tokens of a prompt, up to whole pages."""
+        for layout in self._topology.cache_layouts(request.spec.model):
+            keys, num_pages = self._keys(request, layout), num_tokens // layout[1]
+            if 0 < num_pages <= len(keys) and self._view.has_published(worker_id, keys[num_pages - 1]):
+                return True
+        return False
 
     def forget(self, worker_id: str) -> None:
         """Drops what was expected of a worker that has refused or failed."""

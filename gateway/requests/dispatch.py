@@ -28,7 +28,7 @@ from services.scheduling.entry import ServiceClass
 from services.scheduling.pools import Audience
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing.route import Route
-from services.scheduling.routing.views import Fits, RouteRequest, Views, WorkerView
+from services.scheduling.routing.views import CanPull, Fits, RouteRequest, Views, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,10 @@ class PrefixHints(Protocol):
 
     def expect(self, request: RunningAnswer, route: Route) -> None:
         """Notes the request's route, whose workers will have the prompt's pages."""
+        ...
+
+    def has_published(self, request: RunningAnswer, worker_id: str, *, num_tokens: int) -> bool:
+        """Returns whether a worker has said itself that it has these tokens from the start of the prompt."""
         ...
 
     def forget(self, worker_id: str) -> None:
@@ -184,9 +188,8 @@ class Dispatcher:
             pool=audience.pool if topology.pools else None,
         )
         fits = self._fits(spec.model)
-        routes = self._router.route(
-            wanted, prefills, decodes, fits=fits, can_pull=self.pulls.can_pull, now_s=self._clock.monotonic()
-        )
+        can_pull, now_s = self._can_pull(request, wanted), self._clock.monotonic()
+        routes = self._router.route(wanted, prefills, decodes, fits=fits, can_pull=can_pull, now_s=now_s)
         if not (request.avoided or request.avoided_pairs or self._breakers.num_open or self.on_trial):
             return routes
         paired = {decode for _, decode in request.avoided_pairs}
@@ -209,6 +212,18 @@ class Dispatcher:
         if tried_at := self._tried_at(request):
             sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
+
+    def _can_pull(self, request: RunningAnswer, wanted: RouteRequest) -> CanPull | None:
+        """Decides between which workers a prompt's beginning may go. Pages that are only expected cannot be fetched."""
+        can_pull, hints = self.pulls.can_pull, self._hints
+        if can_pull is None or hints is None or not wanted.cached_tokens:
+            return None
+
+        def may_go(holder: WorkerView, prefill: WorkerView) -> bool:
+            num_tokens = wanted.cached_tokens[holder.worker_id]
+            return can_pull(holder, prefill) and hints.has_published(request, holder.worker_id, num_tokens=num_tokens)
+
+        return may_go
 
     def decode_views(self, model: str) -> tuple[Views, Sequence[str]]:
         """Returns the decode workers of a model in rotation, and the ids of those that get new work."""

@@ -112,6 +112,11 @@ class PrefixView:
         while self._num_expected > MAX_EXPECTED_PAGES:
             self._end_expectation()
 
+    def has_published(self, worker_id: str, key: bytes) -> bool:
+        """Returns whether a worker has published a page, whatever is expected."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and bool(self._pages.holders.get(key, 0) & worker.bit)
+
     def forget_expected(self, worker_id: str) -> None:
         """Takes back what was expected of a worker, because it is another process now or has refused."""
         worker = self._workers.get(worker_id)

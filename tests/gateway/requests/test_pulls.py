@@ -104,9 +104,9 @@ def test_an_attempt_without_a_pull_or_without_news_says_nothing(pulls: Pulls) ->
     assert can_pull(view("h"), view("p"))
 
 
-@pytest.mark.parametrize("pulls", [True, False])
+@pytest.mark.parametrize(("pulls", "publishes"), [(True, True), (True, False), (False, True)])
 async def test_the_second_prefill_worker_is_sent_to_the_first_one(
-    make_system: Any, worker_type: Any, pair_type: Any, pulls: bool
+    make_system: Any, worker_type: Any, pair_type: Any, pulls: bool, publishes: bool
 ) -> None:
     system, pair = await make_system(routing="round_robin"), pair_type([5, 6, 7])
     facts = {"pulls": pulls, "kv_bytes_per_token": 1000}
@@ -117,11 +117,14 @@ async def test_the_second_prefill_worker_is_sent_to_the_first_one(
     prompt = [9] * 400
     for _ in range(2):
         assert (await system.complete(prompt=prompt, max_tokens=3)).status_code == 200
-    # The first one had nothing to fetch, and what it computed is expected there and at the decode worker.
+        view = system.gateway.requests._dispatcher._hints._view
+        for worker in view._workers.values() if publishes else ():
+            view._pages.add(tuple(worker.expected), worker.bit)  # as the workers themselves do within a second
+    # The first one had nothing to fetch, and what it computed is there and at the decode worker.
     first, second = sorted((worker.attempts[0].request for worker in prefills), key=lambda one: one.HasField("pull"))
     assert not first.HasField("pull")
-    assert second.HasField("pull") == pulls
-    if not pulls:
+    assert second.HasField("pull") == (pulls and publishes), "what is only expected cannot be fetched"
+    if not (pulls and publishes):
         return
     addresses = {
         system.gateway.requests._dispatcher._topology.member(name).record.address: name for name in system.workers
