@@ -120,7 +120,7 @@ async def test_the_second_prefill_worker_is_sent_to_the_first_one(
         view = system.gateway.requests._dispatcher._hints._view
         for worker in view._workers.values() if publishes else ():
             view._pages.add(tuple(worker.expected), worker.bit)  # as the workers themselves do within a second
-    # The first one had nothing to fetch, and what it computed is there and at the decode worker.
+    # The first one had nothing to fetch, and what it computed is held there and at the decode worker.
     first, second = sorted((worker.attempts[0].request for worker in prefills), key=lambda one: one.HasField("pull"))
     assert not first.HasField("pull")
     assert second.HasField("pull") == (pulls and publishes), "what is only expected cannot be fetched"
