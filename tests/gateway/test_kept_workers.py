@@ -7,6 +7,7 @@ import pytest
 
 from protos import inference_pb2, worker_pb2
 
+NUM_TRIALS = 20
 NUM_WAITING = 20
 
 
@@ -54,7 +55,8 @@ async def fill(system, script, tenant, service_class="critical"):
 
 
 async def finish(script, tasks):
-    for _ in tasks:
+    # The gateway's own small requests, which a worker gets that a busy machine makes slow, take their turns too.
+    for _ in range(len(tasks) + NUM_TRIALS):
         script.ends.release()
     assert collections.Counter(await asyncio.gather(*tasks)) == {200: len(tasks)}
 
