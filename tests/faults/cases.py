@@ -550,19 +550,19 @@ async def corruption(options: Options) -> Row:
 
 
 def corrupting_plans(seed: int) -> dict[str, dict[str, Any]]:
-    """Prefill workers that may be told to lie, and decode workers that tell what they counted."""
+    """Workers that may be told to lie, prefill workers where they hand over, all where they give a prefix."""
     # Two kinds stop a Link for some seconds when nothing follows them, so they are rarer.
     kinds = [
         kind for kind in faulty_worker.TRANSFER_KINDS for _ in range(1 if kind in ("lost_frame", "skipped_seq") else 4)
     ]
-    lying = {f"prefill-{n}": {"corrupt": kinds, "probability": 0.4, "seed": seed * 100 + n} for n in range(2)}
-    return {**lying, **{f"decode-{n}": {"watch": True} for n in range(2)}}
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    return {name: {"corrupt": kinds, "probability": 0.4, "seed": seed * 100 + n} for n, name in enumerate(names)}
 
 
 async def corrupt_some(opened: Session, number: int, *, timeout_s: float) -> None:
-    """Lets the prefill workers lie until they have done it so often."""
+    """Lets the workers lie until they have done it `number` times in all."""
     cluster = opened.cluster
-    for name in cluster.names("prefill"):
+    for name in cluster.workers:
         cluster.kill(name, signal.SIGUSR2)
     end, last = time.monotonic() + timeout_s, 0
     while (count := len(_injections(cluster))) < number and time.monotonic() < end:
@@ -570,14 +570,14 @@ async def corrupt_some(opened: Session, number: int, *, timeout_s: float) -> Non
         if count // 100 != last // 100:
             opened.options.say(f"corruption: {count}/{number} injections, {len(opened.load.lost())} lost")
         last = count
-    for name in cluster.names("prefill"):
+    for name in cluster.workers:
         cluster.kill(name, signal.SIGUSR2)
 
 
-def _injections(cluster: FaultCluster) -> list[tuple[str, str]]:
-    """(kind, transfer) of all that was injected."""
+def _injections(cluster: FaultCluster) -> list[tuple[str, tuple[str, str]]]:
+    """(kind, transfer) of all that was injected, where a transfer is an attempt's id and "pull" or "handoff"."""
     return [
-        (words[2], words[3])
+        (words[2], (words[3], words[4]))
         for name in cluster.workers
         for line in cluster.lines(name)
         if (words := line.split())[:2] == ["faults:", "injected"]
@@ -585,13 +585,14 @@ def _injections(cluster: FaultCluster) -> list[tuple[str, str]]:
 
 
 def judge_corruption(opened: Session) -> None:
-    """Compares what was injected with what the decode workers counted and committed."""
+    """Compares what was injected with what the receiving workers counted and committed."""
     cluster, row = opened.cluster, opened.row
     injected = _injections(cluster)
     lines = [line.split() for name in cluster.workers for line in cluster.lines(name) if line.startswith("faults: ")]
-    committed = {words[2] for words in lines if words[1] == "committed"}
+    committed = {(words[2], words[3]) for words in lines if words[1] == "committed"}
     counted = Counter(words[2] for words in lines if words[1] == "counted")
     by_kind = Counter(kind for kind, _ in injected)
+    row.figures["injected_pulls"] = sum(what == faulty_worker.PULL for _, (_, what) in injected)
     undetected = [
         (kind, transfer) for kind, transfer in injected if kind not in faulty_worker.HARMLESS and transfer in committed
     ]
@@ -599,7 +600,7 @@ def judge_corruption(opened: Session) -> None:
     row.figures["injected"] = dict(sorted(by_kind.items()))
     row.figures["counted"] = dict(sorted(counted.items()))
     row.figures["undetected"] = len(undetected)
-    row.problems += [f"a transfer with {kind} was committed: {transfer}" for kind, transfer in undetected[:5]]
+    row.problems += [f"a {what} with {kind} was committed: {key}" for kind, (key, what) in undetected[:5]]
     spare = sum(counted[reason] for reason in faulty_worker.LINK_ENDS)
     for reasons in {reasons for kind, reasons in faulty_worker.DETECTED_AS.items() if by_kind[kind]}:
         wanted = sum(count for kind, count in by_kind.items() if faulty_worker.DETECTED_AS[kind] <= reasons)

@@ -19,13 +19,14 @@ import signal
 import threading
 from typing import Any
 
-from kv_transfer import receiving, sending
+from kv_transfer import prefixes, receiving, sending
 from kv_transfer import send_thread as posting
 from kv_transfer import wire as link
 from kv_transfer.link_end import LinkSetup
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.messages import ChunkHeader, Hello, Message, Seal, TransferId
+from prefill_worker.pulls import Pulls
 from services.engine import runner
 from services.engine.cache import pages
 from services.engine.steps.step import StepPlan
@@ -59,6 +60,9 @@ HARMLESS = frozenset({"replayed_frame"})
 LINK_ENDS = frozenset({str(Reason.LINK_LOST), str(Reason.CHANNEL_BROKEN), str(Reason.LATE_FRAME)})
 """The Link was given up for another injection before this one was looked at."""
 
+
+PULL, HANDOFF = "pull", "handoff"
+"""What a transfer is: both have the attempt's id, and where a pull failed the handoff that follows may commit."""
 
 _allocators: list[pages.PageAllocator | blocks.BlockGenerations] = []
 
@@ -99,11 +103,13 @@ class Corruption:
         self._chance = random.Random(seed)
         self._lock = threading.Lock()
         self._chosen: dict[TransferId, str] = {}
+        self._given: set[TransferId] = set()
         self._is_armed = False
 
     def install(self) -> None:
-        """Wraps the seams: the frames of ChunkPoster and the messages of a Link."""
+        """Wraps the seams: the frames of ChunkPoster, the messages of a Link, and the prefixes that are given."""
         signal.signal(signal.SIGUSR2, self._arm)
+        self._wrap_giver()
         self._wrap_poster()
         self._wrap_messages()
         _remember_allocators()
@@ -122,7 +128,17 @@ class Corruption:
     def _done(self, transfer_id: TransferId, kind: str) -> None:
         with self._lock:
             self._chosen[transfer_id] = ""
-        say("injected", kind, transfer_id)
+        say("injected", kind, transfer_id, PULL if transfer_id in self._given else HANDOFF)
+
+    def _wrap_giver(self) -> None:
+        give = prefixes.PrefixGiver._give
+        given = self._given
+
+        async def give_noted(self: prefixes.PrefixGiver, asked: Any) -> Any:
+            given.add(TransferId(asked.id.request_id, asked.id.attempt))
+            return await give(self, asked)
+
+        prefixes.PrefixGiver._give = give_noted  # type: ignore[method-assign]
 
     def _wrap_poster(self) -> None:
         post_chunk = posting.ChunkPoster._post
@@ -180,7 +196,7 @@ def _wrap_hello(kind: str) -> None:
     async def greet_hurt(call: Any, hello: Hello) -> Any:
         if hello.peer_incarnation not in hurt_peers:
             hurt_peers.add(hello.peer_incarnation)
-            say("injected", kind, "hello")
+            say("injected", kind, hello.peer_incarnation, "hello")
             if kind == "fingerprint":
                 layout = dataclasses.replace(hello.layout, fingerprint=hello.layout.fingerprint[::-1] + "x")
                 hello = dataclasses.replace(hello, layout=layout)
@@ -303,7 +319,7 @@ class _ToldTarget:
 
     async def commit(self, transfer_id: TransferId, **arguments: Any) -> None:
         await self._target.commit(transfer_id, **arguments)
-        say("committed", transfer_id)
+        say("committed", transfer_id, PULL if isinstance(self._target, Pulls) else HANDOFF)
 
 
 def _install_poison(token_id: int) -> None:
