@@ -25,6 +25,7 @@ from services.cluster.rate_limits import TenantLimits
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import choice, comma_separated, flag, integer, number, path, text
+from services.scheduling.regions import REGION, named, residency_of
 
 DAY_S = 86_400
 
@@ -84,6 +85,11 @@ class TenantSettings:
     share_cache: str | None = option(
         _NAME, default=None, help="Tenants with the same name here find each other's cached pages."
     )
+    residency: tuple[str, ...] | None = option(
+        comma_separated(text(pattern=REGION, rule="1 to 64 of A-Z, a-z, 0-9, _ . and -")),
+        default=None,
+        help="The only regions in which its data may be; may be given several times.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +133,16 @@ def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: floa
 def tenant(settings: TenantSettings, stdout: TextIO) -> int:
     """Prints the table of a tenant. Raises ConfigError where nothing is given, which would lift all limits."""
     limits = TenantLimits(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrency)
-    entry = Tenant(None if limits.is_unlimited else limits, settings.weight, settings.share_cache or "")
+    entry = Tenant(
+        None if limits.is_unlimited else limits,
+        settings.weight,
+        settings.share_cache or "",
+        residency_of(settings.residency or ()),
+    )
     if entry == Tenant():
-        raise ConfigError("nothing but the tenant is given; give it a limit, a --weight or a --share-cache name")
+        raise ConfigError(
+            "nothing but the tenant is given; give it a limit, a --weight, a --share-cache name or a --residency"
+        )
     stdout.write(toml_tenant(settings.tenant, entry))
     return 0
 
@@ -142,7 +155,8 @@ def check(settings: CheckKeysSettings, stdout: TextIO) -> int:
     stdout.write(f"{len(keys.keys)} keys of {len(tenants)} tenants, {num_limited} with limits of their own\n")
     for name, entry in sorted(keys.tenants.items()):
         shared = f", shares its cache as {entry.share_cache}" if entry.share_cache else ""
-        stdout.write(f"{name}: weight {shown_weight(entry.weight)}, {_shown_limits(entry.limits)}{shared}\n")
+        held = f", held to {named(entry.residency)}" if entry.residency else ""
+        stdout.write(f"{name}: weight {shown_weight(entry.weight)}, {_shown_limits(entry.limits)}{shared}{held}\n")
     return 0
 
 

@@ -12,6 +12,8 @@ from services.runtime.api_client import GatewaySettings, get_json
 from services.runtime.config import option
 from services.runtime.kinds import argument, flag, number, text
 
+ROLES = ("prefill", "decode")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WhereSettings(GatewaySettings):
@@ -35,7 +37,8 @@ def run(settings: WhereSettings, stdout: TextIO) -> int:
         print(json.dumps(found, indent=2), file=stdout)
         return 0
     began = datetime.fromtimestamp(found["began_unix_s"], UTC).isoformat(timespec="milliseconds")
-    workers = [f"{role}: {found[f'{role}_worker'] or 'none'}" for role in ("prefill", "decode")]
+    regions = {role: f" in {region}" for role, region in found.get("regions", {}).items() if region}
+    workers = [f"{role}: {found[f'{role}_worker'] or 'none'}{regions.get(role, '')}" for role in ROLES]
     attempt = "" if found["attempt"] == 1 else f", attempt {found['attempt']}"
     print(f"{found['id']}: {found['state']}{attempt}; {', '.join(workers)}; began {began}", file=stdout)
     return 0

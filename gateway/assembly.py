@@ -107,6 +107,7 @@ class Gateway:
             key_file=config.api_keys,
             starter_digest=config.starter_key_digest,
             on_refusal=self.metrics.note_tenant_refusal,
+            region=config.region,
         )
         self._queues: dict[str, AdmissionQueue] = {}
         """Each model has its own, or a full one would hold up the others."""
@@ -129,6 +130,8 @@ class Gateway:
         self.stored = self._make_stored(catalog)
         self._storage = self._make_storage_watch(files)
         self.batches = self._make_batches(files)
+        for work in (self.stored.background, self.batches):
+            work.region, work.tenants_elsewhere = config.region, self.door.tenants_elsewhere
         self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
         self._pages = self._make_pages()
         self.api = self._http_api(self.door)
@@ -258,7 +261,9 @@ class Gateway:
         config, batches = self._config, self.batches
         pace = StreamPace(config.stream_head_s, config.stream_comment_s)
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
-        batch_routes = BatchesApi(batches.store, files, bodies=self._bodies, on_change=batches.poke).routes()
+        batch_routes = BatchesApi(
+            batches.store, files, bodies=self._bodies, on_change=batches.poke, residency_of=self.door.residency
+        ).routes()
         routes = [*file_routes, *batch_routes, *self.stored.routes(self._bodies)]
         return HttpServer(
             self._guarded(self.api.app(routes, pace=pace, keepers=self.stored.keepers), bound_to=config.http_host),

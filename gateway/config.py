@@ -20,6 +20,7 @@ from services.runtime.kinds import (
     ORIGINS_RULE,
     choice,
     counts,
+    distances,
     flag,
     host_name,
     integer,
@@ -92,7 +93,14 @@ class GatewayConfig:
     region: str = option(
         text(pattern=r"[A-Za-z0-9_.-]{0,64}", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
         default="",
-        help="Where this gateway runs: workers of the same region are preferred.",
+        help="Where this gateway runs: workers of the same region are preferred until the first token would be late "
+        "there, and what is held to other regions is refused.",
+    )
+    region_distance: Mapping[tuple[str, str], float] | None = option(
+        distances(),
+        default=None,
+        help="Seconds from one region to another and back, such as eu:us=0.08; may be given several times. They count "
+        "for a request's way and for that of its pages. Not given for a pair: 0.1 for a request, and 0.05 for pages.",
     )
     routing: str = option(choice(*POLICY_NAMES), default=POLICY_NAMES[0], help="How workers are chosen.")
     pools: Path | None = option(

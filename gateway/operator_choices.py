@@ -45,10 +45,12 @@ def expected(config: GatewayConfig) -> Callable[[], Mapping[str, int]]:
 def policies(config: GatewayConfig) -> Policies:
     """Returns how requests are placed and tried again."""
     disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
+    settings = RoutingSettings(disaggregation=disaggregation, distances_s=config.region_distance or {})
     return Policies(
-        router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
+        router=Router(config.routing, settings=settings),
         room=RoomLimits(ahead_s=config.ahead_s, itl_s=config.itl_target_s or None),
         region=config.region,
+        targets=targets(config),
         max_attempts=config.max_attempts,
         max_request_s=config.max_request_s,
         failover_wait_s=config.failover_wait_s,

@@ -136,6 +136,7 @@ WHOLE = {
     "gateway/test_leaving_clients.py",
     "gateway/test_models.py",
     "gateway/test_openai_fields.py",
+    "gateway/test_regions.py",
     "gateway/test_other_weights.py",
     "gateway/test_process.py",
     "gateway/test_prompt_logprobs.py",

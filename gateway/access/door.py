@@ -19,11 +19,12 @@ from gateway.limits import (
     check_service_class,
 )
 from gateway.requests.call import Call, TenantTicket
-from gateway.wishes import PREFILL
+from gateway.wishes import PREFILL, RESIDENCY
 from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
 from services.cluster.rate_limits import Limiter, Rate, TenantLimits, Verdict
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
+from services.scheduling.regions import Residency, check_residency, named, narrows, permits
 
 FIRST_EXPECTED_TOKENS = 256
 """The tokens that an answer without max_tokens is expected to have, until the tenant has had answers."""
@@ -41,7 +42,8 @@ class FrontDoor:
     """The door of one gateway.
 
     `starter_digest` is the digest of one more admin key, for the program that started the gateway. `on_refusal` is told
-    the name of the limit for each call that one refuses. Raises ConfigError where the file is broken.
+    the name of the limit for each call that one refuses. `region` is the gateway's. Raises ConfigError where the file
+    is broken.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class FrontDoor:
         key_file: Path | None = None,
         starter_digest: str | None = None,
         on_refusal: Callable[[str], None] = lambda limit: None,
+        region: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self.region = region
         self._limiter = limiter
         self._on_refusal = on_refusal
         self._clock = clock
@@ -90,10 +94,13 @@ class FrontDoor:
             await self._limiter.close()
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
-        """Returns the key that a caller has shown, from all its `authorization` headers. Raises Unauthenticated."""
+        """Returns the key that a caller has shown, from all its `authorization` headers.
+
+        Raises Unauthenticated, and PermissionDenied where the data of its tenant must not be here.
+        """
         if self._file is None:
             return _OPEN_KEY
-        return self.key_with(_digest_shown(authorization))
+        return self._held_here(self.key_with(_digest_shown(authorization)))
 
     def key_with(self, digest: str) -> ApiKey:
         """Returns the key with this digest, which a caller has shown. Raises Unauthenticated if it is not valid."""
@@ -140,7 +147,35 @@ class FrontDoor:
                 field="tenant",
                 code="invalid_value",
             )
-        return asked or key.tenant
+        tenant = asked or key.tenant
+        self.residency(tenant)
+        return tenant
+
+    def residency(self, tenant: str, asked: Residency = ()) -> Residency:
+        """Returns the regions to which a request's data is held, by its tenant and by what its client asked for.
+
+        Raises PermissionDenied for a client that would widen its tenant's rule, and at a gateway of another region.
+        """
+        rule = () if self._file is None else self._file.keys.residency_of(tenant)
+        if asked and not narrows(asked, rule):
+            raise PermissionDenied(
+                f"{RESIDENCY} is {', '.join(asked)}, but the data of tenant {tenant} is held to {named(rule)}: a "
+                "request may narrow that and not widen it",
+                field=RESIDENCY,
+                code="residency_too_wide",
+            )
+        check_residency(asked or rule, self.region, held=RESIDENCY if asked else f"residency of tenant {tenant}")
+        return asked or rule
+
+    def tenants_elsewhere(self) -> list[str]:
+        """Returns the tenants whose data must not be here."""
+        tenants = {} if self._file is None else self._file.keys.tenants
+        return [name for name, tenant in tenants.items() if not permits(tenant.residency, self.region)]
+
+    def _held_here(self, key: ApiKey) -> ApiKey:
+        """Returns the key. Raises PermissionDenied where the data of its tenant must not be here."""
+        self.residency(key.tenant)
+        return key
 
     def let_in(self, call: Call, key: ApiKey, *, model: str) -> None:
         """Completes a call with what its key decides: tenant, models, service class, priority, a ticket for its limits,
@@ -154,6 +189,7 @@ class FrontDoor:
         if call.allow_fallback is None:
             call.allow_fallback = key.allow_fallback
         call.tenant = self.tenant_of(key, call.tenant)
+        call.residency = self.residency(call.tenant, call.wishes.residency)
         call.service_class = self._service_class(key, call.service_class)
         check_priority(call.priority)
         if not call.priority:
@@ -210,8 +246,11 @@ class KeyedDoor(FrontDoor):
         self._digest = digest
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
-        """Returns the key with that digest. Raises Unauthenticated if it is no longer valid."""
-        return self.key_with(self._digest)
+        """Returns the key with that digest.
+
+        Raises Unauthenticated if it is no longer valid, PermissionDenied where its tenant's data must not be here.
+        """
+        return self._held_here(self.key_with(self._digest))
 
 
 class OperatorsDoor:

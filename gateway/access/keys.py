@@ -25,6 +25,7 @@ from services.cluster.rate_limits import TenantLimits
 from services.runtime import toml_file
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import ConfigError
+from services.scheduling.regions import MAX_REGIONS, REGION, Residency, residency_of
 
 KEY_PREFIX = "tandem-"
 KEY_BYTES = 32
@@ -77,6 +78,8 @@ class Tenant:
     limits: TenantLimits | None = None
     weight: float = 1.0
     share_cache: str = ""
+    residency: Residency = ()
+    """The only regions in which the tenant's data may be; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,10 @@ class KeySet:
     def share_cache_of(self, tenant: str) -> str:
         """Returns the name under which the tenant shares cached pages with others; empty: it does not."""
         return self.tenants.get(tenant, _PLAIN_TENANT).share_cache
+
+    def residency_of(self, tenant: str) -> Residency:
+        """Returns the only regions in which the tenant's data may be; empty: all."""
+        return self.tenants.get(tenant, _PLAIN_TENANT).residency
 
     @property
     def tenant_names(self) -> frozenset[str]:
@@ -171,10 +178,14 @@ class _TenantTable(_LimitsTable, forbid_unknown_fields=True):
 
     weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     share_cache: Annotated[str, Meta(pattern=rf"^{_TENANT}\Z")] = ""
+    residency: Annotated[
+        list[Annotated[str, Meta(pattern=rf"^{REGION}\Z")]], Meta(min_length=1, max_length=MAX_REGIONS)
+    ] = field(default_factory=list)
 
     def entry(self, *, has_limits: bool) -> Tenant:
         """Returns what the file says of the tenant."""
-        return Tenant(self.limits() if has_limits else None, self.weight, self.share_cache)
+        limits, residency = self.limits() if has_limits else None, residency_of(self.residency)
+        return Tenant(limits, self.weight, self.share_cache, residency)
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -251,6 +262,9 @@ def toml_tenant(name: str, tenant: Tenant) -> str:
         lines.append(f"weight = {shown_weight(tenant.weight)}")
     if tenant.share_cache:
         lines.append(f'share_cache = "{tenant.share_cache}"')
+    if tenant.residency:
+        regions = ", ".join(f'"{region}"' for region in tenant.residency)
+        lines.append(f"residency = [{regions}]")
     return "\n".join(lines) + "\n"
 
 

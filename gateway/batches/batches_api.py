@@ -33,10 +33,12 @@ from gateway.batches.rows import ENDPOINTS, has_repeats
 from gateway.http.bodies import Bodies, Claim
 from gateway.http.exchange import HttpRefusal, check_json_type
 from gateway.limits import MAX_BODY_READ_S
+from gateway.wishes import read_residency
 from services.cluster.batch_scripts import MAX_ACTIVE, Reply, Status
 from services.cluster.batches import Batch, BatchRefused, BatchStore, Order
 from services.cluster.files import FILE_TTL_S, FilesFull, FileStore, new_id
 from services.runtime.errors import InvalidRequest, NotFound, RateLimited, RequestCancelled
+from services.scheduling.regions import Residency
 
 WINDOWS_S = {"24h": 86_400}
 MAX_REQUEST_BYTES = 64 * 1024
@@ -71,11 +73,21 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class BatchesApi:
-    """The routes of batches. `on_change` is told the id of each that was made or is to be ended."""
+    """The routes of batches. `on_change` is told the id of each that was made or is to be ended.
+
+    `residency_of` gives the regions to which a tenant's request is held that asks for some; see `FrontDoor.residency`.
+    """
 
     def __init__(
-        self, batches: BatchStore, files: FileStore, *, bodies: Bodies, on_change: Callable[[str], None]
+        self,
+        batches: BatchStore,
+        files: FileStore,
+        *,
+        bodies: Bodies,
+        on_change: Callable[[str], None],
+        residency_of: Callable[[str, Residency], Residency],
     ) -> None:
+        self._residency_of = residency_of
         self._bodies = bodies
         self._batches = batches
         self._files = files
@@ -91,6 +103,7 @@ class BatchesApi:
 
     async def _create(self, request: Request) -> Response:
         key: ApiKey = request.state.key
+        residency = self._residency_of(key.tenant, read_residency(request.headers.get))
         asked = await read_json(request, CreateBatch, bodies=self._bodies)
         if asked.endpoint not in ENDPOINTS:
             raise _invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
@@ -111,6 +124,7 @@ class BatchesApi:
             window=asked.completion_window,
             metadata="" if asked.metadata is None else msgspec.json.encode(asked.metadata).decode(),
             output_ttl_s=ttl_s,
+            regions=",".join(residency),
         )
         make = functools.partial(
             self._batches.create, new_id("batch_"), order, output_id=new_id("file-"), error_id=new_id("file-")

@@ -95,7 +95,7 @@ class PendingRows:
         self._has_news.set()
 
 
-ROW_HEADERS = ((b"x-service-class", b"batch"),)
+ROW_HEADERS: tuple[tuple[bytes, bytes], ...] = ((b"x-service-class", b"batch"),)
 
 
 async def ask(

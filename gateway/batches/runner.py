@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.batches.pending import PendingRow, PendingRows, RowAnswer, ask, later_s
+from gateway.batches.pending import ROW_HEADERS, PendingRow, PendingRows, RowAnswer, ask, later_s
 from gateway.batches.rows import (
     EXPIRED,
     Checker,
@@ -29,6 +29,7 @@ from gateway.batches.rows import (
 )
 from gateway.http.exchange import App
 from gateway.requests.fan_out import all_of
+from gateway.wishes import RESIDENCY
 from services.cluster.batch_scripts import Reply, Status
 from services.cluster.batches import Batch, BatchStore, Result, has_result
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
@@ -85,7 +86,9 @@ class Batches(ClaimedWork["BatchRun"]):
         """The number of faults of this program, by batch."""
 
     async def _claim(self, *, busy_tenants: list[str], full_tenants: list[str]) -> "BatchRun | None":
-        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants)
+        batch = await self.store.claim(
+            self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants, region=self.region
+        )
         if batch is None:
             return None
         logger.info("a batch was claimed", extra={"batch": batch.id, "epoch": batch.epoch, "status": batch.status})
@@ -226,8 +229,11 @@ class BatchRun(ClaimedRun):
                 if self._leaving.is_set():
                     return None
                 row, line = await pending.take()
-            asked = row_of(line)
-            return row, asked.custom_id, await ask(self._app, self.batch.order.endpoint, bytes(asked.body))
+            asked, order = row_of(line), self.batch.order
+            headers = ROW_HEADERS
+            if order.regions:
+                headers = (*headers, (RESIDENCY.lower().encode(), order.regions.encode()))
+            return row, asked.custom_id, await ask(self._app, order.endpoint, bytes(asked.body), headers=headers)
 
     async def _record(self, results: list[Result], *, beyond_room: bool = False) -> None:
         """Waits for Redis and for room, as long as it takes. Raises FileWrong or Left where it would be in vain."""

@@ -186,6 +186,7 @@ class Feed:
             "role": record.role,
             "model": record.model,
             "pool": record.pool,
+            "region": record.region,
             "host": record.host,
             "address": record.address,
             "engine": identity_fields(record.identity).get("engine", ""),

@@ -121,8 +121,17 @@ class ClusterPage:
             "gateway": placement.gateway,
             "prefill_worker": placement.prefill_worker,
             "decode_worker": placement.decode_worker,
+            "regions": {
+                "prefill": self._region_of(placement.prefill_worker),
+                "decode": self._region_of(placement.decode_worker),
+            },
             "began_unix_s": placement.began_unix_ns / 1e9,
         }
+
+    def _region_of(self, worker_id: str) -> str:
+        """Returns where a worker runs; empty where it is not known, or in no region."""
+        member = self._topology.member(worker_id)
+        return "" if member is None else member.record.region
 
     def document(self) -> dict[str, Any]:
         """Returns the page as a JSON object."""
@@ -248,6 +257,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "role": record.role,
         "pid": record.pid,
         "host": record.host,
+        "region": record.region,
         "address": record.address,
         "incarnation": record.incarnation,
         "state": member.state,

@@ -32,6 +32,7 @@ from services.runtime.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
     RateLimited,
     StoreUnavailable,
     TandemError,
@@ -329,12 +330,11 @@ class Journals:
         try:
             self._take_memory(journal)
             accepted = self._adopted(journal, ask)
-        except (AlreadyExists, RateLimited, Overloaded):
+        except (InvalidRequest, RateLimited, Overloaded) as error:
             journal.call = None
+            if isinstance(error, InvalidRequest) and not isinstance(error, AlreadyExists | PermissionDenied):
+                raise UnusableError from error
             raise
-        except InvalidRequest as error:
-            journal.call = None
-            raise UnusableError from error
         assert journal.record is not None
         for name in (held.name, journal.record.alias):
             if name and name not in self._journals:

@@ -354,6 +354,7 @@ class Worker(Exact):
     role: Literal["prefill", "decode"]
     pid: int
     host: str
+    region: str
     address: str
     incarnation: str
     state: WorkerState
@@ -402,6 +403,7 @@ class RequestPlace(Exact):
     gateway: str
     prefill_worker: str
     decode_worker: str
+    regions: dict[Literal["prefill", "decode"], str]
     began_unix_s: float
 
 

@@ -15,7 +15,7 @@ from gateway.limits import (
 )
 from gateway.openai.shapes import NAME_PATTERN, Schema
 from gateway.openapi import answers
-from gateway.wishes import MAX_MS, MIN_MS, PREFILL, TIMEOUT, TPOT, TTFT
+from gateway.wishes import MAX_MS, MIN_MS, PREFILL, RESIDENCY, RESIDENCY_PATTERN, TIMEOUT, TPOT, TTFT
 from services.scheduling.disaggregation import PREFILL_CHOICES
 
 JSON = "application/json"
@@ -78,6 +78,11 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
         "What computes the prompt: the decode worker, a prefill worker, or the faster of the two. Needs a key with "
         "`choose_prefill`.",
         {"type": "string", "enum": [*PREFILL_CHOICES]},
+    ),
+    RESIDENCY: (
+        "The only regions, with commas between them, in which the request's data may be: no worker and no gateway of "
+        "another one sees it. It may narrow the tenant's rule.",
+        {"type": "string", "pattern": RESIDENCY_PATTERN},
     ),
     "X-Allow-Fallback": ("As the field `allow_fallback`, which wins.", {"type": "string", "enum": ["true", "false"]}),
     "traceparent": ("The trace that the request belongs to, as W3C Trace Context has it.", {"type": "string"}),

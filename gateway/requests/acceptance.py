@@ -169,6 +169,7 @@ class Acceptance:
                 affinity_key=call.affinity_key,
                 cache_salt=call.cache_salt,
                 share_cache=call.share_cache,
+                residency=call.residency,
                 adapter=self._catalog.adapter_of(call.model),
             ),
             model=model.name,

@@ -22,7 +22,6 @@ from gateway.topology.watch import AttemptWatch
 from gateway.types import Delta, FinishReason, Usage
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
-from services.runtime.page_keys import sharers
 from services.scheduling.entry import QueueEntry
 from services.scheduling.overload import Admit
 from services.scheduling.routing.route import Route
@@ -96,10 +95,7 @@ class RunningAnswer:
         self.bookings = Bookings()
         self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
-        facts = spec.facts
-        self.cache_salt = sharers(
-            tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt, adapter=facts.adapter
-        )
+        self.cache_salt = spec.facts.sharers
         """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """The keys of the prompt's full pages by (layout fingerprint, page size)."""

@@ -18,7 +18,9 @@ from gateway.wishes import NO_WISHES, Wishes
 from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
+from services.runtime.page_keys import sharers
 from services.runtime.telemetry import Value
+from services.scheduling.regions import MAX_REGIONS, Residency
 
 
 class TenantTicket(ABC):
@@ -85,6 +87,8 @@ class Call(msgspec.Struct, kw_only=True):
     affinity_key: str = ""
     cache_salt: str = ""
     share_cache: str = ""
+    residency: Residency = ()
+    """The regions to which tenant and client together hold its data."""
     ticket: TenantTicket | None = None
     deadline: Deadline | None = None
     wishes: Wishes = NO_WISHES
@@ -120,7 +124,19 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    residency: Annotated[Residency, msgspec.Meta(max_length=MAX_REGIONS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+
+    @property
+    def sharers(self) -> str:
+        """Names the requests that may share its pages: those of its tenant, or group of tenants, with the same salt."""
+        return sharers(
+            tenant=self.tenant,
+            group=self.share_cache,
+            salt=self.cache_salt,
+            adapter=self.adapter,
+            regions=self.residency,
+        )
 
     @classmethod
     def of(cls, source: object) -> "RequestFacts":

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
-from gateway.requests.call import AnswerSpec
+from gateway.requests.call import AnswerSpec, Call, RequestFacts
 from gateway.requests.policies import Policies
 from gateway.requests.pulls import Pulls
 from gateway.topology.members import Topology
@@ -27,6 +27,7 @@ from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.entry import ServiceClass
 from services.scheduling.pools import Audience
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
+from services.scheduling.routing.home import home_first, way_of
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import CanPull, Fits, RouteRequest, Views, WorkerView
 
@@ -74,6 +75,7 @@ class Dispatcher:
         self._limits = policies.room
         self._hints = hints
         self._region = policies.region
+        self._targets = policies.targets
         self._prefill_choice = prefill_choice
         self.pulls = Pulls(topology, clock=clock, is_on=policies.pulls_prefixes)
         self.on_trial: set[RunningAnswer] = set()
@@ -123,7 +125,17 @@ class Dispatcher:
         It does not go to a decode worker in `kept`.
         """
         request.bookings.leave()
-        routes = request.note_routes(self.routes(request, kept))
+        left_s = self._left_s(request)
+        if left_s is None or not self._topology.workers(request.spec.model).is_spread(self._region):
+            routes = self.routes(request, kept)
+        else:
+            routes = home_first(
+                lambda is_home: self.routes(request, kept, is_home=is_home),
+                left_s=left_s,
+                way_s=lambda route: way_of(route, region=self._region, settings=self._router.settings),
+                has_room=lambda route: self.has_room(request, route),
+            )
+        request.note_routes(routes)
         return routes[0] if routes else None
 
     def allowed(self, request: RunningAnswer) -> set[str]:
@@ -139,7 +151,7 @@ class Dispatcher:
         """Returns the requests that may use the same workers as this answer before it is bound to any."""
         pool = self._topology.pools.of(spec.facts.service_class, len(spec.prompt_token_ids))
         assert pool is not None, "the length of the prompt is known"
-        return Audience(spec.facts.tenant, pool)
+        return audience_of(spec.facts, pool)
 
     def book(self, request: RunningAnswer, route: Route) -> None:
         """Keeps the places of a route, if it does not yet, and of no other one. Raises WorkerUnavailable."""
@@ -156,10 +168,11 @@ class Dispatcher:
         )
         request.bookings.route = route
 
-    def routes(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Sequence[Route]:
+    def routes(self, request: RunningAnswer, kept: Set[str] = frozenset(), *, is_home: bool = False) -> Sequence[Route]:
         """Returns routes to decode workers not `kept` that can hold the whole sequence, those that failed it last.
 
-        An answer that has tokens continues on workers whose next tokens are the same.
+        An answer that has tokens continues on workers whose next tokens are the same. `is_home`: only routes within the
+        gateway's region.
         """
         spec, topology = request.spec, self._topology
         num_known, now_s, workers = request.num_known_tokens, topology.now_s(), topology.workers(spec.model)
@@ -170,12 +183,15 @@ class Dispatcher:
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         audience = self.audience(spec)
-        if request.bound_to or topology.pools:
+        if request.bound_to or topology.pools or audience.regions is not None:
             decodes = decodes.only(self.allowed(request))
         prefills = workers.prefill.views(usual, usual.prefill, prompt, now_s)
         prefills = self._usable(prefills, usual.prefill, usual.decode)
-        if topology.pools:
+        if topology.pools or audience.regions is not None:
             prefills = prefills.only(topology.open_ids("prefill", spec.model, audience))
+        if is_home:
+            prefills = prefills.only(workers.prefill.near_ids(self._region))
+            decodes = decodes.only(workers.decode.near_ids(self._region))
         wanted = RouteRequest(
             num_prompt_tokens=num_known,
             max_new_tokens=max(1, request.max_num_tokens - num_known),
@@ -203,6 +219,13 @@ class Dispatcher:
                 route.decode.incarnation in paired,
             ),
         )
+
+    def _left_s(self, request: RunningAnswer) -> float | None:
+        """Returns the time until the first token is due; None: it has no target, or was refused or failed elsewhere."""
+        spec = request.spec
+        target_s = self._targets.stricter(spec.wishes.targets).ttft_s
+        is_free = request.is_resumed or request.must_queue or request.queue_entry.service_class == ServiceClass.BATCH
+        return None if target_s is None or is_free else spec.arrived_s + target_s - self._clock.monotonic()
 
     def prefill_sessions(self, request: RunningAnswer, route: Route) -> list[PrefillSession]:
         """Returns a route's prefill workers: those that may have the prompt's pages first, those that failed last."""
@@ -426,6 +449,11 @@ class Dispatcher:
             return _slowed(view, prefill.times(slowdown), decode.times(slowdown))
 
         return views.changed(slowed, weights)
+
+
+def audience_of(facts: RequestFacts | Call, pool: str) -> Audience:
+    """Returns the requests that may use the same workers as one with these facts, in this pool."""
+    return Audience(facts.tenant, pool, regions=frozenset(facts.residency) if facts.residency else None)
 
 
 def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:

@@ -46,8 +46,8 @@ class Runs(Protocol):
         """Returns how long a call that may fall back waits for a worker of this model."""
         ...
 
-    def is_served(self, model: str) -> bool:
-        """Returns whether this model has workers now; a call that may fall back waits for no others."""
+    def is_served(self, spec: AnswerSpec) -> bool:
+        """Returns whether an answer has workers now; a call that may fall back waits for no others."""
         ...
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
@@ -131,7 +131,7 @@ class _Refusal:
 
 async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"], clock: Clock) -> _Refusal | None:
     """Waits until one answer has begun (None), or another model should be asked."""
-    is_served = runs.is_served(accepted.model)
+    is_served = runs.is_served(accepted.specs[0])
     after_s = runs.fallback_after_s(accepted.model) if is_served else 0.0
     totals = accepted.specs[0].totals
     firsts = [start.first for start in starts]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.requests.call import AnswerSpec
-from services.runtime.page_keys import sharers
 
 MAX_KEPT_TOKENS = 2**20
 """The most tokens of all answers together: some 40 MiB."""
@@ -70,8 +69,6 @@ def _is_only_one(spec: AnswerSpec) -> bool:
 
 
 def _key(spec: AnswerSpec) -> bytes:
-    facts = spec.facts
-    whose = sharers(tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt, adapter=facts.adapter)
     # Without chance the seed decides nothing.
     sampling = msgspec.structs.replace(spec.sampling, seed=0)
-    return blake2b(msgspec.msgpack.encode((spec.model, whose, spec.prompt_token_ids, sampling))).digest()
+    return blake2b(msgspec.msgpack.encode((spec.model, spec.facts.sharers, spec.prompt_token_ids, sampling))).digest()

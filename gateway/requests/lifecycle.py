@@ -43,10 +43,12 @@ from gateway.requests.seeds import refused_id
 from gateway.topology.members import Topology
 from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
+from gateway.wishes import RESIDENCY
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, Overloaded, RequestCancelled, TandemError
 from services.scheduling.disaggregation import PrefillChoice
+from services.scheduling.regions import check_residency
 
 
 class Requests:
@@ -78,7 +80,7 @@ class Requests:
         self.prefill_choice: PrefillChoice = "auto"
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self.tracing = Tracing(clock=clock, slow_s=slow_request_s)
-        self._topology = topology
+        self._topology, self._region = topology, policies.region
         self._metrics = metrics
         self._clock = clock
         kept = KeptAnswers({model.name for model in catalog if model.keeps_answers})
@@ -174,7 +176,9 @@ class Requests:
         With `call`, which is the same call as its client sent it again, it may fall back like a new one. Raises
         AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit
         its model: it may come from a store that anybody can write. Overloaded: the gateway is leaving.
+        PermissionDenied: the call's data must not be in this gateway's region.
         """
+        check_residency(stored.facts.residency, self._region, held=RESIDENCY)
         return self._follow(self._accepting.adopt(stored, call))
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
@@ -190,9 +194,9 @@ class Requests:
         """Returns how long a call that may fall back waits for a worker of this model."""
         return self.catalog[model].fallback_after_s
 
-    def is_served(self, model: str) -> bool:
-        """Returns whether a decode worker of this model is ready."""
-        return self._topology.num_ready("decode", model) > 0
+    def is_served(self, spec: AnswerSpec) -> bool:
+        """Returns whether a decode worker is ready to which an answer may go."""
+        return self._placing.is_served(spec)
 
     def only_identity(self, model: str) -> str:
         """Returns the `identity_key` that all workers of a model in rotation share; empty if they share none."""

@@ -13,7 +13,7 @@ from gateway.models.catalog import ServedModel
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
 from gateway.requests.call import AnswerSpec, Call
-from gateway.requests.dispatch import Dispatcher
+from gateway.requests.dispatch import Dispatcher, audience_of
 from gateway.requests.observer import AnswerObserver
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue, Lane
@@ -24,6 +24,7 @@ from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 from services.scheduling.entry import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.pools import Audience
+from services.scheduling.regions import named
 from services.scheduling.routing.route import Route
 
 NO_WORKER_RETRY_S = 2.0
@@ -105,7 +106,7 @@ class Placing:
         """Refuses by the queue alone what would only be refused later. Raises Overloaded."""
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         pool = self._topology.pools.of(service_class, None)
-        lane = None if pool is None else self._lane(model.name, Audience(call.tenant, pool))
+        lane = None if pool is None else self._lane(model.name, audience_of(call, pool))
         if lane is None or not len(lane.queue):
             return
         num_chars = sum(len(prompt) for prompt in call.prompts)
@@ -127,11 +128,12 @@ class Placing:
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
         model, lane, queue_entry = request.spec.model, request.lane, request.queue_entry
-        if self._is_served(request.spec):
+        audience = self._dispatcher.audience(request.spec)
+        if self.is_served(request.spec):
             return
 
         def is_decided() -> bool:
-            return self._is_served(request.spec) or not self._topology.is_away("decode", model)
+            return self.is_served(request.spec) or not self._topology.is_away("decode", model, audience=audience)
 
         if not is_decided():
             if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
@@ -143,9 +145,9 @@ class Placing:
                     await request.mailbox.rest(patience.remaining_s(), until=is_decided)
             finally:
                 self._before_queue[lane] -= 1
-        if not self._is_served(request.spec):
-            pool = self._dispatcher.audience(request.spec).pool
-            where = f" for the pool {pool}" if pool else ""
+        if not self.is_served(request.spec):
+            where = f" for the pool {audience.pool}" if audience.pool else ""
+            where += held_to(request.spec)
             raise WorkerUnavailable(f"no decode worker is ready{where}", retry_after_s=NO_WORKER_RETRY_S)
 
     async def place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
@@ -180,10 +182,12 @@ class Placing:
             what = "no worker came in time to continue the answer"
         else:
             what = "no worker had room in time"
+        what += held_to(request.spec)
         raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
-    def _is_served(self, spec: AnswerSpec) -> bool:
-        if not self._topology.pools:
+    def is_served(self, spec: AnswerSpec) -> bool:
+        """Returns whether a decode worker is ready to which the answer may go."""
+        if not (self._topology.pools or spec.facts.residency):
             return self._topology.num_ready("decode", spec.model) > 0
         return bool(self._topology.open_ids("decode", spec.model, self._dispatcher.audience(spec)))
 
@@ -309,6 +313,12 @@ class Placing:
         request.close_attempt()
         if request.attempt is not None:
             self._dispatcher.release(request.attempt)
+
+
+def held_to(spec: AnswerSpec) -> str:
+    """Returns what an error adds for a request whose data is held to regions; empty for any other."""
+    residency = spec.facts.residency
+    return f" in {named(residency)}, to which the request's data is held" if residency else ""
 
 
 def due_s(spec: AnswerSpec, *, service_s: float, prompt_s: float) -> float:

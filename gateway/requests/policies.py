@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from services.scheduling.overload import NO_TARGETS, Targets
 from services.scheduling.routing.router import Router
 
 
@@ -29,6 +30,8 @@ class Policies:
     router: Router
     room: RoomLimits = field(default_factory=RoomLimits)
     region: str = ""
+    """Where the gateway runs: workers there come first until they would miss the `targets`."""
+    targets: Targets = NO_TARGETS
     max_attempts: int = 3
     max_request_s: float = 600.0
     failover_wait_s: float = 30.0

@@ -86,7 +86,9 @@ class Background(ClaimedWork["BackgroundRun"]):
     async def _claim(self, *, busy_tenants: list[str], full_tenants: list[str]) -> "BackgroundRun | None":
         # Without keys everybody is one tenant, which has all places.
         full_tenants = [tenant for tenant in full_tenants if tenant]
-        answer = await self.store.claim(self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants)
+        answer = await self.store.claim(
+            self._gateway_incarnation, busy_tenants=busy_tenants, full_tenants=full_tenants, region=self.region
+        )
         return None if answer is None else BackgroundRun(self, answer)
 
     def _forget(self, run: "BackgroundRun", task: asyncio.Task[None]) -> None:

@@ -29,7 +29,7 @@ from gateway.stored.conversations import find_conversation, items_of
 from gateway.stored.documents import changed
 from gateway.stored.kept import KeptResponse, Turn
 from gateway.stored.kind import check_reply, encoded
-from gateway.wishes import PREFILL, TPOT, TTFT
+from gateway.wishes import PREFILL, RESIDENCY, TPOT, TTFT
 from services.cluster.answer_scripts import AnswerReply
 from services.cluster.answers import AnswerStore, BackgroundOrder, StoredAnswer, name_of_answer
 from services.runtime.errors import InvalidRequest, NotFound, StoreUnavailable
@@ -47,6 +47,7 @@ _KEPT_HEADERS = (
     TTFT,
     TPOT,
     PREFILL,
+    RESIDENCY,
 )
 """Headers that say something of a call, and hold for one in the background too."""
 _NOT_SENT_ON = frozenset({"input", "background", "conversation", "previous_response_id", "stream_options"})
@@ -186,7 +187,7 @@ class ResponseKeeper:
         document = encode(msgspec.structs.replace(response_head(request, head), status="queued"))
         input_json = encode(turn.items(response_id))
         order = _order(exchange, request, key_digest=key.sha256, input_json=input_json)
-        order = replace(order, num_earlier=len(turn.earlier))
+        order = replace(order, num_earlier=len(turn.earlier), regions=",".join(call.residency))
         reply = await self.store.create(key.tenant, response_id, order=order, document=document, input_items=input_json)
         check_reply(reply, self.store.room, on_refusal=self._on_refusal)
         if reply is AnswerReply.HELD and (found := await self.find(key.tenant, response_id)) is not None:

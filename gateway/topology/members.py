@@ -233,8 +233,8 @@ class Topology:
         """Returns how many workers of the role are in rotation, of one model or of all."""
         return len(self._in_rotation(role_name, model).members)
 
-    def is_away(self, role_name: Role, model: str) -> bool:
-        """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
+    def is_away(self, role_name: Role, model: str, *, audience: Audience) -> bool:
+        """Whether a worker for these requests has just lost its session and is still registered: it may be back soon.
 
         A worker that is starting is not away: how long that takes is unknown. Nor is one that has been out of reach
         for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
@@ -246,6 +246,7 @@ class Topology:
             member.is_listed and not member.is_drain_asked and not member.left_out and member.changed_at_s >= since_s
             for member in self._roles[role_name].members.values()
             if (member.state, member.record.state, member.record.model) == (WorkerState.LOST, WorkerState.READY, model)
+            and self._works_for(member.record, audience)
         )
 
     def is_alive(self, incarnation: str) -> bool:
@@ -275,21 +276,24 @@ class Topology:
     def lane_of(self, model: str, audience: Audience) -> Audience:
         """Returns the audience as far as it matters: with a tenant only if some worker is kept for it.
 
-        It is bound only while some decode worker in rotation may not continue an answer with that identity.
+        It is bound only while some decode worker in rotation may not continue an answer with that identity, and held to
+        regions only while some worker in rotation is in another one.
         """
         named = self._named_tenants.get(model)
         if named is None:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
-        tenant, pool, bound_to = audience
+        tenant, pool, bound_to, regions = audience
         is_free = not bound_to or all(
             self.may_go_on(bound_to, other) for other in self.workers(model).decode.identities
         )
-        return Audience(tenant if tenant in named else "", pool, "" if is_free else bound_to)
+        held = None if regions is None else self.workers(model).held_to(regions)
+        return Audience(tenant if tenant in named else "", pool, "" if is_free else bound_to, held)
 
     def _works_for(self, record: WorkerRecord, audience: Audience) -> bool:
         is_open = not record.tenants or audience.tenant in record.tenants
-        return is_open and self.pools.may_use(audience.pool, record.pool)
+        is_inside = audience.regions is None or record.region in audience.regions
+        return is_open and is_inside and self.pools.may_use(audience.pool, record.pool)
 
     def kv_bytes_per_token(self, model: str) -> int:
         """Returns the bytes of a token's KV on its way to another worker; 0: not known yet."""

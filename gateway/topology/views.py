@@ -61,6 +61,11 @@ class Rotation:
         self.kv_bytes_per_token = max((record.kv_bytes_per_token for record in records), default=0)
         self.layouts = {(record.layout_fingerprint, record.page_size) for record in records}
         self.identities = {record.identity_key for record in records}
+        self.regions = {record.region for record in records}
+
+    def near_ids(self, region: str) -> set[str]:
+        """Returns the workers that are in a region or in none."""
+        return {member.record.id for member in self.members if member.record.region in (region, "")}
 
     def views(self, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], now_s: float) -> Views:
         """Returns the workers as a router sees them; `prefill` is the usual speed of the role with prompts."""
@@ -74,11 +79,23 @@ class ModelWorkers:
         self.prefill, self.decode = prefill, decode
         self.layouts = prefill.layouts | decode.layouts
         self.identities = prefill.identities | decode.identities
+        self.regions = prefill.regions | decode.regions
         self.fitting: dict[Peer, list[str]] = {}
         """The prefill workers whose pages fit a decode worker, by that one, once it was asked."""
         self.usual = NOTHING_MEASURED
         self.usual_at_s = -math.inf
         """When the usual speeds were found."""
+
+    def held_to(self, regions: frozenset[str]) -> frozenset[str] | None:
+        """Returns the regions among these that some worker is in; None where none is in another one.
+
+        Clients may name any: those that no worker has would make lanes without end.
+        """
+        return None if self.regions <= regions else regions & self.regions
+
+    def is_spread(self, region: str) -> bool:
+        """Returns whether some worker is in another region than this one."""
+        return bool(region) and not self.regions <= {region, ""}
 
 
 def find_usual(prefillers: Sequence[Member], decoders: Sequence[Member], now_s: float) -> UsualSpeeds:

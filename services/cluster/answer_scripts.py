@@ -125,6 +125,14 @@ local function is_among(value, first)
   return false
 end
 
+-- Whether what is held to regions, with commas between them, may be in the one that a claim names.
+local function may_be_here(regions)
+  for region in string.gmatch(regions or '', '[^,]+') do
+    if is_among('region:' .. region, 3) then return true end
+  end
+  return (regions or '') == ''
+end
+
 local function finish(name, document, life_s)
   local key = key_of(name)
   local tenant, ends = redis.call('HGET', key, 'tenant'), now_s + life_s
@@ -142,12 +150,12 @@ end
 )
 
 # ARGV: name, tenant, id, life in s, bounds, document, input, metadata of the order or nothing (digest, key, body,
-# headers, whether events are kept, how many items of the input are a conversation's). Answers a reply.
+# headers, whether events are kept, how many items of the input are a conversation's, regions). Answers a reply.
 PUT = Script(
     _COMMON
     + f"""
 local name, tenant, id, life_s, max_tenant_bytes, max_all_bytes, document, input = unpack(ARGV)
-local digest, owner_key, body, headers, has_events, num_earlier = unpack(ARGV, 9)
+local digest, owner_key, body, headers, has_events, num_earlier, regions = unpack(ARGV, 9)
 local key = key_of(name)
 local held = redis.call('HGET', key, 'digest')
 if held and (digest or held ~= '') then
@@ -163,7 +171,7 @@ redis.call('HSET', key, 'tenant', tenant, 'id', id, 'document', document, 'input
            'state', digest and 'queued' or 'over', 'created', now_s, 'changed', stamp())
 if digest then
   redis.call('HSET', key, 'key', owner_key, 'body', body, 'headers', headers, 'has_events', has_events,
-             'num_earlier', num_earlier, 'epoch', 0, 'tries', 0)
+             'num_earlier', num_earlier, 'regions', regions, 'epoch', 0, 'tries', 0)
   redis.call('ZADD', active, whole(now_ms), name)
 end
 redis.call('EXPIREAT', key, now_s + life_s)
@@ -290,10 +298,10 @@ CLAIM = Script(
     + f"""
 local chosen
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', active, '-inf', whole(now_ms), 'LIMIT', 0, {MAX_SEEN})) do
-  local tenant = redis.call('HGET', key_of(name), 'tenant')
+  local tenant, regions = unpack(redis.call('HMGET', key_of(name), 'tenant', 'regions'))
   if not tenant then
     redis.call('ZREM', active, name)
-  elseif not is_among('full:' .. tenant, 3) then
+  elseif not is_among('full:' .. tenant, 3) and may_be_here(regions) then
     chosen = chosen or name
     if not is_among('busy:' .. tenant, 3) then
       chosen = name

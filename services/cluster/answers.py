@@ -60,6 +60,8 @@ class BackgroundOrder:
     headers: bytes
     keeps_events: bool
     num_earlier: int = 0
+    regions: str = ""
+    """The only regions whose gateways may claim it, with commas between them; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class AnswerStore:
         """Keeps an answer that is to be generated. HELD: it was ordered before; FENCED: its id is another's."""
         life_s = round(self.life_s + BACKGROUND_S)
         args = (name_of_answer(tenant, answer_id), tenant, answer_id, life_s, *self._bounds, document, input_items)
-        kept = (int(order.keeps_events), order.num_earlier)
+        kept = (int(order.keeps_events), order.num_earlier, order.regions)
         asked = (order.digest, order.key_digest, order.body, order.headers, *kept)
         return await self._with_room(PUT, (*args, *asked))
 
@@ -201,14 +203,15 @@ class AnswerStore:
         return AnswerReply((await self._run(CANCEL, args)).decode())
 
     async def claim(
-        self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = ()
+        self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = (), region: str = ""
     ) -> ClaimedAnswer | None:
         """Takes an answer that waits, the oldest first, those of `busy_tenants` last; None: none waits.
 
-        Answers of `full_tenants` are not taken.
+        Answers of `full_tenants`, and those that are held to other regions than `region`, are not taken.
         """
-        tenants = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
-        answer = await self._run(CLAIM, (owner, round(self.lease_s * 1000), *tenants))
+        chosen = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
+        chosen.append(f"region:{region}")
+        answer = await self._run(CLAIM, (owner, round(self.lease_s * 1000), *chosen))
         if not answer:
             return None
         name, flat, num_events, last_event = answer
@@ -279,6 +282,7 @@ def _claimed(name: str, fields: Mapping[str, bytes], *, num_events: int, last_ev
             fields["headers"],
             fields["has_events"] == b"1",
             int(fields.get("num_earlier", 0)),
+            fields.get("regions", b"").decode(),
         ),
         document=fields["document"],
         input=fields["input"],

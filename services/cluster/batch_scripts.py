@@ -69,11 +69,19 @@ local function is_one_of(value, first)
   end
   return false
 end
+
+-- Whether what is held to regions, with commas between them, may be in the one that a claim names.
+local function may_be_here(regions)
+  for region in string.gmatch(regions or '', '[^,]+') do
+    if is_one_of('region:' .. region, 3) then return true end
+  end
+  return (regions or '') == ''
+end
 """
 )
 
 # ARGV: id, tenant, key, endpoint, input, window in s and in words, metadata, TTL of files in s, ids of the files, TTL
-# of the batch in s, bounds. Answers why the batch is not made, or nothing, and its fields.
+# of the batch in s, bounds, regions. Answers why the batch is not made, or nothing, and its fields.
 CREATE = Script(
     _COMMON
     + f"""
@@ -91,7 +99,7 @@ local lacks = room_lacks(tenant, num_bytes, 2, ARGV[13], ARGV[14], ARGV[15])
 if lacks then return {{lacks, {{}}}} end
 redis.call('HSET', key, 'tenant', tenant, 'key', ARGV[3], 'endpoint', ARGV[4], 'input', ARGV[5], 'window_s', ARGV[6],
            'window', ARGV[7], 'metadata', ARGV[8], 'output_ttl', ARGV[9], 'output', ARGV[10], 'error', ARGV[11],
-           'status', '{Status.VALIDATING}', 'epoch', 0, 'lease', 0, 'at:created', now_s,
+           'regions', ARGV[16], 'status', '{Status.VALIDATING}', 'epoch', 0, 'lease', 0, 'at:created', now_s,
            'at:expires', now_s + ARGV[6], 'expires', now_s + ARGV[12])
 redis.call('EXPIRE', key, ARGV[12])
 add_held(id, num_bytes - {OVERHEAD_BYTES})
@@ -128,16 +136,17 @@ return '{Reply.DONE}'
 """
 )
 
-# ARGV: owner, lease in ms, tenants after `busy:` or `full:`. Answers id and fields of what was taken.
+# ARGV: owner, lease in ms, tenants after `busy:` or `full:`, the own region after `region:`. Answers id and fields of
+# what was taken.
 CLAIM = Script(
     _COMMON
     + """
 local chosen
 for _, id in ipairs(redis.call('ZRANGE', active, 0, -1)) do
-  local tenant, lease = unpack(redis.call('HMGET', batch_prefix .. id, 'tenant', 'lease'))
+  local tenant, lease, regions = unpack(redis.call('HMGET', batch_prefix .. id, 'tenant', 'lease', 'regions'))
   if not tenant then
     redis.call('ZREM', active, id)
-  elseif tonumber(lease) <= now_ms and not is_one_of('full:' .. tenant, 3) then
+  elseif tonumber(lease) <= now_ms and not is_one_of('full:' .. tenant, 3) and may_be_here(regions) then
     chosen = chosen or id
     if not is_one_of('busy:' .. tenant, 3) then
       chosen = id

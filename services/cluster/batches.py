@@ -73,6 +73,8 @@ class Order:
     window: str
     metadata: str = ""
     output_ttl_s: int = round(FILE_TTL_S)
+    regions: str = ""
+    """The only regions whose gateways may claim it, with commas between them; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class BatchStore:
             error_id,
             round(BATCH_TTL_S),
             *self.files.bounds,
+            order.regions,
         )
         refusal, flat = await self.files.run(CREATE, args)
         if refusal == b"active":
@@ -174,14 +177,15 @@ class BatchStore:
         return Reply((await self.files.run(CANCEL, (batch_id, tenant, *_BEFORE[Status.CANCELLING]))).decode())
 
     async def claim(
-        self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = ()
+        self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = (), region: str = ""
     ) -> Batch | None:
         """Takes over a batch without an owner, the oldest first, those of `busy_tenants` last; None: all have one.
 
-        Batches of `full_tenants` are not taken.
+        Batches of `full_tenants`, and those that are held to other regions than `region`, are not taken.
         """
-        tenants = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
-        answer = await self.files.run(CLAIM, (owner, round(self.lease_s * 1000), *tenants))
+        chosen = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
+        chosen.append(f"region:{region}")
+        answer = await self.files.run(CLAIM, (owner, round(self.lease_s * 1000), *chosen))
         if not answer:
             return None
         batch_id, flat = answer
@@ -251,6 +255,7 @@ def _batch(batch_id: str, fields: Mapping[str, str]) -> Batch:
             fields["window"],
             fields["metadata"],
             int(fields["output_ttl"]),
+            fields.get("regions", ""),
         ),
         status=status,
         outcome=fields.get("outcome", ""),

@@ -127,6 +127,10 @@ class ClaimedWork(abc.ABC, Generic[R]):
     def __init__(self, *, kind: str, max_runs: int, max_runs_of_tenant: int) -> None:
         self.runs: dict[str, R] = {}
         """What is ours now, by name."""
+        self.region = ""
+        """Where this process is: work that is held to other regions is not claimed."""
+        self.tenants_elsewhere: Callable[[], list[str]] = list
+        """Gives the tenants whose work must not be here, as their rules are now."""
         self._kind = kind
         self._max_runs = max_runs
         self._max_runs_of_tenant = max_runs_of_tenant
@@ -163,7 +167,10 @@ class ClaimedWork(abc.ABC, Generic[R]):
 
     @abc.abstractmethod
     async def _claim(self, *, busy_tenants: list[str], full_tenants: list[str]) -> R | None:
-        """Claims a piece, of no full tenant and rather of one that is not busy. Raises StoreUnavailable."""
+        """Claims a piece that may be in `region`, of no full tenant and rather of one that is not busy.
+
+        Raises StoreUnavailable.
+        """
 
     async def _follow(self) -> None:
         while True:
@@ -182,7 +189,7 @@ class ClaimedWork(abc.ABC, Generic[R]):
     async def _begin_one(self) -> bool:
         tenants = Counter(run.tenant for run in self.runs.values())
         full = [tenant for tenant, num_runs in tenants.items() if num_runs >= self._max_runs_of_tenant]
-        run = await self._claim(busy_tenants=list(tenants), full_tenants=full)
+        run = await self._claim(busy_tenants=list(tenants), full_tenants=[*full, *self.tenants_elsewhere()])
         if run is None:
             return False
         if run.name in self.runs:

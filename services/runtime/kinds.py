@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from services.runtime.addresses import is_ipv6
 
 MAX_COUNT = 4096
+MAX_DISTANCE_S = 60.0
+_PLACE = r"[A-Za-z0-9_.-]{1,64}"
 
 _NAME = r"(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^/,\s]+"
@@ -169,6 +171,24 @@ def counts(*names: str) -> Kind[Mapping[str, int]]:
 
     rule = f"one or more of {', '.join(f'{name}=COUNT' for name in names)}, separated by commas"
     return Kind(parse, rule, metavar="NAME=COUNT,…")
+
+
+def distances() -> Kind[Mapping[tuple[str, str], float]]:
+    """Seconds between two places, as A:B=SECONDS, separated by commas; each pair is in the result both ways round."""
+
+    def parse(value: str) -> Mapping[tuple[str, str], float]:
+        found: dict[tuple[str, str], float] = {}
+        for item in value.split(","):
+            match = re.fullmatch(rf"({_PLACE}):({_PLACE})=([0-9]+(?:\.[0-9]+)?)", item.strip(), re.ASCII)
+            _require(match is not None)
+            assert match is not None
+            here, there, seconds = match[1], match[2], float(match[3])
+            _require(here != there and (here, there) not in found and seconds <= MAX_DISTANCE_S)
+            found[here, there] = found[there, here] = seconds
+        return found
+
+    rule = f"one or more of A:B=SECONDS, separated by commas, each pair once, with at most {MAX_DISTANCE_S:g} seconds"
+    return Kind(parse, rule, metavar="A:B=SECONDS,…", is_list=True)
 
 
 def networks() -> Kind[str]:

@@ -32,16 +32,18 @@ def cache_salt(*, model: str, tenant: str) -> bytes:
     return hashlib.blake2b(text, digest_size=SALT_BYTES, person=b"tandem pages").digest()
 
 
-def sharers(*, tenant: str, group: str = "", salt: str = "", adapter: str = "") -> str:
+def sharers(*, tenant: str, group: str = "", salt: str = "", adapter: str = "", regions: Sequence[str] = ()) -> str:
     """Names the sharers of a request's pages, for `tenant` of `cache_salt`: those with the same owner and salt.
 
     The owner is `group` where the operator has put the tenant into one, else the tenant. `salt` is the client's choice,
     as in vLLM. The owner's kind and length stand in front, so no choice of a salt and no name of a tenant gives what
-    belongs to another owner. `adapter` is the one that changes what the model computes, or empty.
+    belongs to another owner. `adapter` is the one that changes what the model computes, or empty. Pages that are held
+    to `regions` are shared only with requests that are held to the same ones: no others may carry them elsewhere.
     """
     owner = f"g{group}" if group else f"t{tenant}"
     changed = f"a{len(adapter)}:{adapter}" if adapter else ""
-    return f"{changed}{len(owner)}:{owner}{salt}"
+    held = "".join(f"r{len(region)}:{region}" for region in regions)
+    return f"{held}{changed}{len(owner)}:{owner}{salt}"
 
 
 class KeyChain:

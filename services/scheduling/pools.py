@@ -22,11 +22,15 @@ POOL_NAME = r"[A-Za-z0-9_.-]{1,64}"
 
 
 class Audience(NamedTuple):
-    """The requests that may use the same workers: those of a tenant, a pool, and an `identity_key`; empty: any."""
+    """The requests that may use the same workers: those of a tenant, a pool, and an `identity_key`; empty: any.
+
+    `regions` are those to which their data is held; None: it may be anywhere.
+    """
 
     tenant: str = ""
     pool: str = ""
     bound_to: str = ""
+    regions: frozenset[str] | None = None
 
 
 class Pool(Struct, frozen=True, forbid_unknown_fields=True):

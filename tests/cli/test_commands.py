@@ -64,7 +64,11 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "NUMBERS",
         "NETWORKS",
     }
-    assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {"NAME=COUNT", "NAME=DIR"}
+    assert {setting.metavar.removesuffix(",…") for setting in settings} - known == {
+        "NAME=COUNT",
+        "NAME=DIR",
+        "A:B=SECONDS",
+    }
 
 
 class Caught(Exception):

@@ -52,7 +52,7 @@ def test_a_tenant_is_set_and_shown(tmp_path, capsys):
     tables = ""
     for flags in (
         ["--tenant", "acme:eu", "--weight", "3", "--share-cache", "team", "--tokens-per-minute", "500"],
-        ["--tenant", "b", "--weight", "0.5"],
+        ["--tenant", "b", "--weight", "0.5", "--residency", "us", "--residency", "eu"],
         ["--tenant", "c", "--concurrency", "0", "--requests-per-minute", "7"],
     ):
         assert main.main(["keys", "tenant", *flags]) == 0
@@ -62,7 +62,7 @@ def test_a_tenant_is_set_and_shown(tmp_path, capsys):
     assert capsys.readouterr().out == (
         "0 keys of 0 tenants, 2 with limits of their own\n"
         "acme:eu: weight 3, tokens_per_minute 500, shares its cache as team\n"
-        "b: weight 0.5, default limits\n"
+        "b: weight 0.5, default limits, held to the regions eu and us\n"
         "c: weight 1, requests_per_minute 7, concurrency 0\n"
     )
 
@@ -83,6 +83,7 @@ def test_a_tenant_is_set_and_shown(tmp_path, capsys):
         ["tenant", "--tenant", "a", "--weight", "0"],
         ["tenant", "--tenant", "a", "--weight", "nan"],
         ["tenant", "--tenant", "a", "--share-cache", "a b"],
+        ["tenant", "--tenant", "a", "--residency", "e u"],
         ["tenant", "--tenant", "a", "--concurrency", "-1"],
     ],
 )

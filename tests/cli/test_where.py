@@ -14,6 +14,7 @@ FOUND = {
     "gateway": "f" * 32,
     "prefill_worker": "",
     "decode_worker": "decode-1",
+    "regions": {"prefill": "", "decode": "eu"},
     "began_unix_s": 1_700_000_000.25,
 }
 
@@ -21,7 +22,7 @@ FOUND = {
 def test_a_request_is_found_by_any_id(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster/requests/a%2Fb%20c"] = (200, FOUND)
     assert main(["where", "a/b c", "--url", api.url]) == 0
-    said = "a/b c: decoding, attempt 2; prefill: none, decode: decode-1; began 2023-11-14T22:13:20.250+00:00\n"
+    said = "a/b c: decoding, attempt 2; prefill: none, decode: decode-1 in eu; began 2023-11-14T22:13:20.250+00:00\n"
     assert capsys.readouterr().out == said
     assert main(["where", "a/b c", "--url", api.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == FOUND

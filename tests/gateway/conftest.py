@@ -198,6 +198,7 @@ class ScriptedWorker:
     facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
     pool: str = ""
+    region: str = ""
     pulls: bool = False
     kv_bytes_per_token: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -240,6 +241,7 @@ class ScriptedWorker:
             facts=self.facts,
             tenants=self.tenants,
             pool=self.pool,
+            region=self.region,
             pulls=self.pulls,
             kv_bytes_per_token=self.kv_bytes_per_token,
             layout_fingerprint=self.fingerprint,

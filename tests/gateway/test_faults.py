@@ -25,6 +25,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from services.scheduling.pools import Audience
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
 from worker.sessions import StepTokens
 
@@ -754,7 +755,7 @@ async def test_nobody_waits_for_a_worker_that_has_been_away_for_longer_than_a_le
     system = await make_system()
     worker = await system.add(worker_type("decode", "decode-0", pair.decode))
     await lose(system, worker, away_s=0.2)
-    await system.until(lambda: not system.gateway.topology.is_away("decode", "tiny"))
+    await system.until(lambda: not system.gateway.topology.is_away("decode", "tiny", audience=Audience()))
     assert (await system.complete()).status_code == 503
     assert [member.is_listed for member in system.gateway.topology.members()] == [True]
 

@@ -25,6 +25,7 @@ MODES = {name: getattr(cluster_pb2, f"PREFILL_CHOICE_{name.upper()}") for name i
         ({}, NO_WISHES),
         ({"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}, Wishes(None, Targets(0.25, 0.0125))),
         ({"x-tandem-prefill": "remote"}, Wishes(prefill="remote")),
+        ({"x-tandem-residency": " us , eu,us "}, Wishes(residency=("eu", "us"))),
         ({"x-stainless-timeout": "30"}, Wishes(30.0)),
         ({"x-stainless-read-timeout": "2.5", "x-stainless-timeout": "30"}, Wishes(2.5)),
         ({"x-stainless-read-timeout": "NOT_GIVEN"}, NO_WISHES),  # nobody has asked for it: it is no mistake of theirs
@@ -41,6 +42,12 @@ def test_what_breaks_a_rule_is_named(name, value):
     with pytest.raises(InvalidRequest, match=f"{name} must be") as caught:
         read_wishes({name.lower(): value}.get)
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize("value", ["", ",", "eu,", "eu us", "eu;us", "é", "x" * 65, ",".join(map(str, range(17)))])
+def test_a_region_that_can_be_none_is_named(value):
+    with pytest.raises(InvalidRequest, match="X-Tandem-Residency must be 1 to 16 names of regions"):
+        read_wishes({"x-tandem-residency": value}.get)
 
 
 def turn(wishes=NO_WISHES, *, deadline_s=600.0, is_own=False, service_s=2.0):

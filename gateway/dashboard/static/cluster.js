@@ -109,6 +109,7 @@ class Card {
     setFacts(this.facts, [
       ...(worker.engine ? [["Engine", worker.engine]] : []),
       ...(worker.pool ? [["Pool", worker.pool]] : []),
+      ...(worker.region ? [["Region", worker.region]] : []),
       ["Running", count(worker.running)],
       ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
       ...speeds(worker),

@@ -21,8 +21,9 @@ terms can be added without weights:
                lost capacity
     transfer_s latency + (bytes under way + bytes of the tokens that D does not hold) / rate, of the measured link from
                P to D. A pair that was never measured is priced by P's usual link; from one region to another it takes
-               `cross_region_factor` times as long, and `cross_region_s` more. All of it counts, as computation does,
-               although each hides a part of the other from this request: no other request has the link meanwhile
+               `cross_region_factor` times as long, and their distance more: as the operator says, or `cross_region_s`.
+               All of it counts, as computation does, although each hides a part of the other from this request: no
+               other request has the link meanwhile
     decode_s   expected new tokens × length of D's step with this request in it, half of its answer generated
     steps      steps of D's batch that have a part of the prompt in them: D computes prompts beside the tokens of its
                sequences, a few milliseconds in each step (`chunks`), until those sequences have ended. A prompt for
@@ -32,8 +33,9 @@ terms can be added without weights:
                prompt goes away even from an idle decode worker: another request will come while it is computed
     pressure_s `pressure_s` · x², where x grows from 0 at the last `pressure_share` of the pool's pages to 1 at the last
                page, and continues to grow beyond: the request would have to wait for pages
-    place_s    `region_s` where worker and request name different regions, and `shared_s` for a shared worker where
-               the tenant has workers of that role of its own, and for one of another pool where the request's has any
+    place_s    the distance where worker and request name different regions, as the operator says, or `region_s`, and
+               `shared_s` for a shared worker where the tenant has workers of that role of its own, and for one of
+               another pool where the request's has any
     hot_spot_s what a worker's queue is longer than the median of its role, once more, if the worker is hot (`Hits`). At
                most half of the seconds that its cache saves, so that to hold more is never worse. It makes requests
                leave a hot prefix's only holder before the queue alone would; the worker that computes the prefix then
@@ -51,7 +53,7 @@ worked out once per view. They keep the terms; names are given to those of the c
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,6 +82,8 @@ class RoutingSettings:
     region_s: float = 0.1
     cross_region_s: float = 0.05
     cross_region_factor: float = 4.0
+    distances_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """From one region to another, both ways round, in place of `region_s` and `cross_region_s`."""
     shared_s: float = 1.0
     displaced_weight: float = 2.0
     """What a second that later requests wait for a prompt's computation counts, against one of its own."""
@@ -93,6 +97,11 @@ class RoutingSettings:
     """Holders of the longest prefixes that are looked at besides."""
     max_load_factor: float = 1.25
     """`sticky` leaves the worker of a key that has this many times the mean of requests (Mirrokni et al., 2016)."""
+
+    def far_s(self, here: str, there: str) -> float:
+        """Returns how long a request's way from one region to a worker in another one takes; empty: near to all."""
+        is_far = here and there and here != there
+        return self.distances_s.get((here, there), self.region_s) if is_far else 0.0
 
 
 Terms = tuple[Any, ...]
@@ -338,7 +347,8 @@ class Prices:
         if link is None:
             link = _usual_link(prefill)
             if prefill.region and decode.region and prefill.region != decode.region:
-                factor, more_s = self.settings.cross_region_factor, self.settings.cross_region_s
+                settings, way = self.settings, (prefill.region, decode.region)
+                factor, more_s = settings.cross_region_factor, settings.distances_s.get(way, settings.cross_region_s)
                 return PeerLink(link.latency_s * factor + more_s, link.bytes_per_s / factor)
         return link
 
@@ -365,8 +375,7 @@ class Prices:
 
     def _place_s(self, view: WorkerView, least: int | None) -> float:
         """Returns the price of a worker far away, or of one that is less the request's own than another one is."""
-        region = self.request.region
-        far_s = self.settings.region_s if region and view.region and view.region != region else 0.0
+        far_s = self.settings.far_s(self.request.region, view.region)
         return far_s if least is None else far_s + self.settings.shared_s * (strangeness(view, self.request) - least)
 
     def _least_strangeness(self, views: Sequence[WorkerView]) -> int | None:

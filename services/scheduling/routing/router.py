@@ -29,10 +29,10 @@ class Router:
         if policy not in POLICY_NAMES:
             raise ValueError(f"no routing policy {policy!r}: one of {', '.join(POLICY_NAMES)}")
         self.policy = policy
-        self._settings = settings or RoutingSettings()
+        self.settings = settings or RoutingSettings()
         self._random = random.Random(seed)  # noqa: S311 - ties
         self._turn = self._random.randrange(1 << 16) if policy == HYBRID else -1
-        self._hits = Hits(self._settings.hot_window_s)
+        self._hits = Hits(self.settings.hot_window_s)
         self._hashes = Hashes()
 
     def route(
@@ -51,7 +51,7 @@ class Router:
         workers that do not fit the decode worker are not in its Route. Without `can_pull`, nothing is pulled.
         """
         self._turn += 1
-        prices = Prices(request, self._settings, fits)
+        prices = Prices(request, self.settings, fits)
         num_tokens = request.num_prompt_tokens + request.max_new_tokens
         if self.policy == HYBRID:
             return self._cheapest(prices, prefills, decodes, num_tokens, can_pull=can_pull, now_s=now_s)
@@ -102,7 +102,7 @@ class Router:
         self, views: Sequence[WorkerView], request: RouteRequest, num_tokens: int
     ) -> tuple[list[WorkerView], Rest | None]:
         """Returns workers to look at, and what gives the others later. Ties go to the first: all have turns there."""
-        settings = self._settings
+        settings = self.settings
         if len(views) <= settings.all_up_to:
             return rotated(able(views, request, num_tokens), self._turn), None
         drawn = self._random.sample(range(len(views)), min(len(views), 4 * settings.num_choices))

@@ -55,6 +55,7 @@ concurrency = 8
 [tenant.weighty]
 weight = 2.5
 share_cache = "team"
+residency = ["us", "eu", "us"]
 """
 
 
@@ -77,6 +78,7 @@ def test_all_fields():
     assert keys.limits_of("somebody") == TenantLimits(requests_per_minute=60)
     assert keys.weights == {"acme": 1.0, "acme:eu": 1.0, "weighty": 2.5}
     assert [keys.share_cache_of(tenant) for tenant in ("weighty", "acme", "somebody", "team")] == ["team", "", "", ""]
+    assert [keys.residency_of(tenant) for tenant in ("weighty", "acme", "somebody")] == [("eu", "us"), (), ()]
     assert parse_keys("").keys == {}
 
 
@@ -133,6 +135,9 @@ BROKEN = {
     "weight of all": ("[default_limits]\nweight = 2\n", "default_limits: Object contains unknown field `weight`"),
     "no name to share": ('[tenant.t]\nshare_cache = ""\n', "tenant.t.share_cache: Expected `str` matching regex"),
     "share with all": ("[tenant.t]\nshare_cache = true\n", "tenant.t.share_cache: Expected `str`, got `bool`"),
+    "no region": ("[tenant.t]\nresidency = []\n", "tenant.t.residency: Expected `array` of length >= 1"),
+    "region": ('[tenant.t]\nresidency = ["e u"]\n', "tenant.t.residency[0]: Expected `str` matching regex"),
+    "region is a text": ('[tenant.t]\nresidency = "eu"\n', "tenant.t.residency: Expected `array`, got `str`"),
     "tenant is a number": ("tenant = 5\n", "tenant: Expected `object`, got `int`"),
     "name of a tenant": ('[tenant."a b"]\n', "tenant: 'a b' must match"),
     "nested too deep": ("key = " + "[" * 5000 + "]" * 5000, "not valid TOML"),

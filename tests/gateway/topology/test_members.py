@@ -204,6 +204,26 @@ async def test_workers_of_a_strict_pool_are_open_to_its_requests_only(make_topol
     assert topology.lane_of("m", Audience("u", "slow")) == Audience(pool="slow")
 
 
+async def test_workers_elsewhere_are_closed_to_what_is_held_to_regions(make_topology):
+    topology = make_topology(record("d-0", region="eu"), record("d-1", region="us"), record("d-2"))
+    open_to = functools.partial(topology.open_ids, "decode", "m")
+
+    def held(*regions, tenant=""):
+        return Audience(tenant, regions=frozenset(regions))
+
+    assert [open_to(held(*regions)) for regions in (["eu"], ["eu", "us"], ["ap"])] == [{"d-0"}, {"d-0", "d-1"}, set()]
+    assert topology.lane_of("m", held("eu", "ap", tenant="t")) == held("eu")
+    assert topology.lane_of("m", held("ap")) == topology.lane_of("m", held("mars")) == held()
+    assert topology.lane_of("m", held("eu", "us", "")) == Audience(), "all may be used"
+    assert topology.workers("m").decode.near_ids("eu") == {"d-0", "d-2"}
+    assert [topology.workers("m").is_spread(region) for region in ("eu", "")] == [True, False]
+    member_of(topology, "d-1").record = msgspec.structs.replace(member_of(topology, "d-1").record, state="ready")
+    member_of(topology, "d-1").session.is_up = False
+    topology._changed()
+    assert [topology.is_away("decode", "m", audience=held(region)) for region in ("us", "eu")] == [True, False]
+    assert not topology.workers("m").is_spread("eu")
+
+
 async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topology):
     topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
     lane = functools.partial(lane_of, topology)

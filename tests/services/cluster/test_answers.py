@@ -17,8 +17,8 @@ def answers(patient_store):
     return AnswerStore(patient_store, room=AnswerRoom(), life_s=100.0)
 
 
-def order(digest="d", *, keeps_events=True, body=b"{}"):
-    return BackgroundOrder(digest, "key", body, b"[]", keeps_events)
+def order(digest="d", *, keeps_events=True, body=b"{}", regions=""):
+    return BackgroundOrder(digest, "key", body, b"[]", keeps_events, regions=regions)
 
 
 async def put(answers, answer_id="a", tenant="acme", num_bytes=100):
@@ -173,6 +173,15 @@ async def test_tenants_take_turns(answers):
     assert (await answers.claim("me", busy_tenants=["acme"])).tenant == "other"
     assert await answers.claim("me", full_tenants=["acme"]) is None
     assert (await answers.claim("me", busy_tenants=["acme"])).id == "a0"
+
+
+async def test_what_is_held_to_regions_is_claimed_there_only(answers):
+    await create(answers, "a", regions="eu,eu-west")
+    assert await answers.claim("us", region="us") is None
+    assert await answers.claim("nowhere") is None
+    assert await answers.claim("nearly", region="eu-w") is None
+    claimed = await answers.claim("here", region="eu-west")
+    assert (claimed.id, claimed.order.regions) == ("a", "eu,eu-west")
 
 
 async def read(answers, answer_id="a"):

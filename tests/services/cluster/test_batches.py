@@ -134,6 +134,14 @@ async def test_tenants_that_have_nothing_running_come_first(batches):
     assert [batch and batch.id for batch in taken] == [ids[2], ids[0], ids[1], None]
 
 
+async def test_what_is_held_to_regions_is_claimed_there_only(batches):
+    made = await create(batches, regions="eu,eu-west")
+    for region in ("us", "", "eu-w"):
+        assert await batches.claim("elsewhere", region=region) is None
+    claimed = await batches.claim("here", region="eu")
+    assert (claimed.id, claimed.order.regions) == (made.id, "eu,eu-west")
+
+
 async def test_results_are_whole_lines_in_chunks(batches, files):
     batch = await begun(batches, total=9)
     own_bytes = await files.num_bytes("acme") - 2  # without the bits of its rows

@@ -140,6 +140,19 @@ async def test_leaving_waits_for_what_runs_and_then_stops_it() -> None:
     assert work.told == [("done", "a1"), ("given back", "a2")]
 
 
+async def test_work_of_tenants_that_must_be_elsewhere_is_left_to_others() -> None:
+    work = Work([("a1", "a"), ("b1", "b")])
+    elsewhere = ["a"]
+    work.tenants_elsewhere = lambda: elsewhere
+    work.start()
+    await until(lambda: len(work.begun) == 1)
+    assert (work.begun, work.waiting) == (["b1"], [("a1", "a")])
+    elsewhere.clear()
+    work.poke("a1")
+    await until(lambda: work.begun == ["b1", "a1"])
+    await work.close()
+
+
 async def test_a_store_that_is_away_keeps_nobody_from_closing() -> None:
     work = Work([("a1", "a")])
     work.start()

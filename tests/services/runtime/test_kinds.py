@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.kinds import number_set, path, redis_url, size_bytes
+from services.runtime.kinds import distances, number_set, path, redis_url, size_bytes
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,23 @@ def test_sets_of_numbers(text: str, numbers: tuple[int, ...]) -> None:
 def test_no_sets_of_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="rule"):
         number_set().parse(text)
+
+
+def test_distances_are_the_same_both_ways() -> None:
+    assert distances().parse("eu:us=0.08, eu:ap=1") == {
+        ("eu", "us"): 0.08,
+        ("us", "eu"): 0.08,
+        ("eu", "ap"): 1.0,
+        ("ap", "eu"): 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["", "eu:us", "eu:us=", "eu=1", "eu:eu=1", "eu:us=-1", "eu:us=nan", "eu:us=1e3", "eu:us=61", "a:b=1,b:a=1"]
+)
+def test_no_distances(text: str) -> None:
+    with pytest.raises(ValueError, match="rule"):
+        distances().parse(text)
 
 
 def test_paths_may_have_to_exist(tmp_path: Path) -> None:

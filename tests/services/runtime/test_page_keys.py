@@ -59,6 +59,14 @@ def test_pages_are_shared_by_those_of_one_owner_with_one_salt(
     assert (one == other) == (is_same_owner and salt == other_salt)
 
 
+def test_pages_that_are_held_to_regions_are_shared_with_no_request_that_is_not() -> None:
+    texts = ("", "r2:eu", "2:eu", "eu", "r2:eur2:us")
+    rules = ((), ("eu",), ("eu", "us"), ("us",), ("r2:eu",))
+    found = {sharers(tenant=tenant, salt=salt, regions=rule) for tenant in texts for salt in texts for rule in rules}
+    assert len(found) == len(texts) ** 2 * len(rules)
+    assert sharers(tenant="t", salt="s", regions=()) == sharers(tenant="t", salt="s")
+
+
 def test_no_salt_and_no_name_reaches_the_pages_of_another_owner() -> None:
     """All ways to cut a text into tenant and salt, or group and salt, also of texts that look like an encoded owner."""
     words = ["ab", "aab", "tab", "gab", "3:tab", "3:tabab", "2:ta", "t", "g"]

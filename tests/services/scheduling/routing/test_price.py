@@ -261,6 +261,17 @@ def test_a_region_is_no_guess_where_the_link_was_measured():
     assert guessed == pytest.approx(4 * 0.252 + 0.05)
 
 
+@pytest.mark.parametrize(("there", "request_s", "pages_s"), [("west", 0.7, 0.7), ("north", 0.1, 0.05)])
+def test_the_distance_that_an_operator_says_counts_for_a_request_and_for_pages(there, request_s, pages_s):
+    settings = RoutingSettings(distances_s={("east", "west"): 0.7, ("west", "east"): 0.7})
+    asked = request(num_prompt_tokens=2500, region="east")
+    p = linked("p", d=(1e9,)).replaced(region="east", links=PeerLinks({}))
+    (route,) = Router(settings=settings).route(asked, [p], [view("d", region=there)], now_s=0)
+    assert route.inputs["decode_place_s"] == request_s
+    assert route.inputs["prefill_place_s"] == 0.0
+    assert route.inputs["transfer_s"] == pytest.approx(4 * 0.252 + pages_s)
+
+
 def test_regions_are_preferred_and_crossed_when_it_pays():
     east, west = ({"region": name} for name in ("east", "west"))
     asked = request(num_prompt_tokens=5000, region="east")
