@@ -136,6 +136,12 @@ class PagePool:
                 lease.num_private -= 1
                 lease.shared.append(block_id)
 
+    def remember(self, block_ids: Sequence[int]) -> None:
+        """Blocks have come from elsewhere, which nobody uses yet; the oldest remembered ones go if need be."""
+        self._idle.put([block_id for block_id in block_ids if block_id not in self._users])
+        while self._num_private + len(self._users) + len(self._idle) > self.num_pages:
+            self._idle.evict()
+
     def release(self, lease: Lease) -> None:
         """The request has ended: its private pages are free, its shared blocks are remembered once nobody uses them."""
         self._num_private -= lease.num_private

@@ -3,8 +3,10 @@
 Requests arrive as the trace says, wait in a `RequestQueue`, and are placed by a `Router` that sees the same views of
 the workers as a gateway does: pages, requests, waiting tokens, speeds, and how much of the prompt each one holds. When
 a worker or a transfer fails, the next attempt computes the prompt and what was given of the answer somewhere else.
-What is simpler than in the real system: views and cached prefixes are never out of date, every speed is known exactly,
-an answer's limit is its length, and messages take no time but those of a handoff, if it is simulated.
+Workers may be in regions, each with a gateway: requests prefer their own, and those held to regions without a decode
+worker are refused. What is simpler than in the real system: views and cached prefixes are never out of date, every
+speed is known exactly, an answer's limit is its length, messages take no time but those of a handoff and those between
+regions, all requests wait in one queue, and a prefix that is fetched stays with its holder meanwhile.
 """
 
 import math
@@ -15,11 +17,12 @@ from functools import partial
 
 from planning.simulator.decode import DecodeWorker
 from planning.simulator.events import EventLoop
-from planning.simulator.jobs import Job, Phase, WorkerSpec, prompt_s
+from planning.simulator.jobs import Job, Phase, WorkerSpec, job_of, prompt_s
 from planning.simulator.pool import DECODE, PREFILL, Pool, Worker, decode_view, prefill_view
 from planning.simulator.prefill import PrefillWorker
+from planning.simulator.regions import Regions
 from planning.simulator.timeline import Timeline
-from planning.simulator.traces import Trace, TraceRequest
+from planning.simulator.traces import Trace
 from planning.simulator.transfers import Transfers
 from services.runtime.errors import ConfigError
 from services.scheduling.entry import QueueEntry, ServiceClass
@@ -40,6 +43,7 @@ QUEUE_FULL = "queue_full"
 PUSHED_OUT = "pushed_out"
 DEADLINE = "deadline"
 FAILED = "failed"
+NO_WORKER = "no_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,10 @@ class ClusterSpec:
     """With targets, an `OverloadPolicy` refuses what would miss them; without, every request may wait."""
     workers_per_host: int = 1
     """This many workers of a role share one network card."""
+    regions: tuple[str, ...] = ()
+    """The workers of each role are in these, in turn; empty: near to all."""
+    pulls_prefixes: bool = False
+    """Whether prefill workers fetch what others hold of a prompt, where that is quicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +106,15 @@ def simulate(
     loop = EventLoop()
     last_arrival_s = trace.requests[-1].arrival_s
     cluster = Cluster(spec, Router(policy, settings=spec.routing, seed=seed), loop, last_arrival_s)
-    jobs = [_job(index, request, spec.decode.page_size) for index, request in enumerate(trace.requests)]
+    jobs = [job_of(index, request, page_size=spec.decode.page_size) for index, request in enumerate(trace.requests)]
     cluster.num_to_come = len(jobs)
     for job in jobs:
         loop.at(job.arrival_s, partial(cluster.arrive, job))
     if meddler is not None:
         meddler(cluster, loop)
     if progress is not None:
-        _report_progress(loop, cluster, progress, last_arrival_s, len(jobs))
+        for tenth in range(1, 11):
+            loop.at(last_arrival_s * tenth / 10, lambda: progress(cluster.num_ended, len(jobs), loop.now_s))
     loop.run()
     cluster.check_is_idle()
     end_s = max((job.end_s for job in jobs if job.end_s is not None), default=last_arrival_s)
@@ -133,7 +142,6 @@ class Cluster:
         self.num_to_come = 0
         """Requests that have not ended, those included that have not arrived."""
         self._loop = loop
-        self._router = router
         self._overload = None if spec.targets is None else OverloadPolicy()
         self.queue = RequestQueue(strategy=spec.queue_strategy, max_waiting=spec.max_waiting)
         self._jobs: dict[int, Job] = {}
@@ -141,16 +149,17 @@ class Cluster:
         """Requests that have an attempt under way, or wait for the next one."""
         self._retries: deque[Job] = deque()
         self._is_draining = False
-        self.transfers = Transfers(loop, self.card_of, arrived=self.end_transfer)
         self.pool = Pool(loop, self._make, changed=self.note_step, bucket_s=self.bucket_s)
+        self._regions = Regions(self.pool, router, pulls_prefixes=spec.pulls_prefixes)
+        self.transfers = Transfers(loop, self.card_of, link=self._regions.link, arrived=self.end_transfer)
         self.queue_line = Timeline(self.bucket_s)
         self._queue_noted_s = 0.0
         self.prefill_line = Timeline(self.bucket_s)
         self._prefill_noted_s = 0.0
         self._num_prompts = 0
         for role, count in ((PREFILL, spec.num_prefill), (DECODE, spec.num_decode)):
-            for _ in range(count):
-                self.pool.add(role)
+            for number in range(count):
+                self.pool.add(role, region=spec.regions[number % len(spec.regions)] if spec.regions else "")
 
     def arrive(self, job: Job) -> None:
         """Takes a request; it is refused, waits, or is on its way."""
@@ -160,6 +169,9 @@ class Cluster:
         fits_prefill = not self.pool.prefills or job.num_pages(spec.prefill.page_size) <= spec.prefill.num_pages
         if num_tokens > spec.max_sequence_tokens or pages > spec.decode.num_pages or not fits_prefill:
             self._refuse(job, TOO_LONG)
+            return
+        if not self._regions.is_served(job):
+            self._refuse(job, NO_WORKER)
             return
         entry = self._entry(job)
         if self._overload is not None and not self._is_admitted(self._overload, entry, job):
@@ -179,7 +191,7 @@ class Cluster:
 
     def views(self, job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
         """Returns prefill workers, decode workers, and the tokens of the prompt that each of them holds."""
-        most, pool = self.spec.max_sequence_tokens, self.pool
+        most, pool, regions = self.spec.max_sequence_tokens, self.pool, self.pool.regions
         cached: dict[str, int] = {}
         if job.blocks:
             workers: list[Worker] = [*pool.prefills.values(), *pool.decodes.values()]
@@ -187,8 +199,9 @@ class Cluster:
                 num_blocks = worker.pool.num_cached(job.blocks)
                 if num_blocks:
                     cached[worker.worker_id] = num_blocks * worker.spec.page_size
-        prefills = [prefill_view(worker, most) for worker in pool.prefills.values()]
-        return prefills, [decode_view(worker, most) for worker in pool.decodes.values()], cached
+        prefills = [prefill_view(worker, most, region=regions[name]) for name, worker in pool.prefills.items()]
+        decodes = [decode_view(worker, most, region=regions[name]) for name, worker in pool.decodes.items()]
+        return prefills, decodes, cached
 
     def card_of(self, worker_id: str) -> str:
         """Returns the name of the network card that a worker uses."""
@@ -216,7 +229,7 @@ class Cluster:
     def note_first_token(self, job: Job) -> None:
         """Takes the first token of an attempt."""
         if job.first_token_s is None:
-            job.first_token_s = self._loop.now_s
+            job.first_token_s = self._loop.now_s + self._regions.way_s(job)
         self._note_prompts(-1)
         job.phase = Phase.TRANSFER if job.is_remote else Phase.DECODE
         if not job.is_remote:
@@ -240,7 +253,7 @@ class Cluster:
         """Takes the end of an answer."""
         # Whose only token is the first one has ended with it; its pages were still on their way.
         is_short = job.num_output_tokens == 1 and job.first_token_s is not None
-        job.end_s = job.first_token_s if is_short else self._loop.now_s
+        job.end_s = job.first_token_s if is_short else self._loop.now_s + self._regions.way_s(job)
         del self._active[job.index]
         self.answered = self.answered[0] + 1, self.answered[1] + job.num_output_tokens
         self.num_ended += 1
@@ -258,16 +271,29 @@ class Cluster:
         if worker is not None:
             worker.lose()
 
-    def note_lost(self, worker_id: str) -> None:
-        """It is known that a worker is lost: all attempts there have failed."""
-        if self.pool.find(worker_id) is None:
-            return
-        self.pool.forget(worker_id)
-        for job in list(self._active.values()):
+    def note_lost(self, *worker_ids: str) -> None:
+        """It is known that workers are lost: all attempts there have failed."""
+        lost = {worker_id for worker_id in worker_ids if self.pool.find(worker_id) is not None}
+        for worker_id in lost:
+            self.pool.forget(worker_id)
+        for job in list(self._active.values()) if lost else ():
             is_at_prefill = job.is_remote and job.phase is not Phase.DECODE
-            if job.decode_worker == worker_id or (job.prefill_worker == worker_id and is_at_prefill):
+            if job.decode_worker in lost or (job.prefill_worker in lost and is_at_prefill):
                 self.fail_attempt(job)
+        for job in (*self._jobs.values(), *self._retries):
+            if not self._regions.is_served(job):
+                self._give_up(job)
         self.note_step()
+
+    def _give_up(self, job: Job) -> None:
+        """Refuses a request that waits in the queue or for its next attempt."""
+        self._note_queue()
+        if self.queue.remove(job.index) is not None:
+            del self._jobs[job.index]
+        else:
+            self._retries.remove(job)
+            del self._active[job.index]
+        self._refuse(job, NO_WORKER)
 
     def fail_attempt(self, job: Job) -> None:
         """Ends an attempt; the next one begins as soon as there is room, before all requests that wait."""
@@ -329,7 +355,9 @@ class Cluster:
             self.queue.pop()
             del self._jobs[job.index]
             self._active[job.index] = job
-            self._begin(entry, job)
+            if self._overload is not None:
+                self._overload.note_start(entry, self._loop.now_s, is_backlogged=len(self.queue) > 0)
+            self._start(job)
         if self._overload is not None:
             self._overload.note_backlog(self._loop.now_s, is_backlogged=is_backlogged)
         self._is_draining = False
@@ -410,8 +438,15 @@ class Cluster:
             affinity_key=job.tenant,
             cached_tokens=cached,
             kv_bytes_per_token=self.spec.decode.kv_bytes_per_token,
+            region=job.region,
         )
-        for route in self._router.route(request, prefills, decodes, now_s=self._loop.now_s):
+        for route in self._regions.routes(
+            job,
+            request,
+            workers=(prefills, decodes),
+            target_s=None if self.spec.targets is None else self.spec.targets.ttft_s,
+            now_s=self._loop.now_s,
+        ):
             if self.pool.decodes[route.decode.worker_id].promise(job):
                 self._note_route(job, route)
                 return True
@@ -421,6 +456,7 @@ class Cluster:
         job.is_remote = route.is_remote
         job.decode_worker = route.decode.worker_id
         job.prefill_worker = route.prefills[0].worker_id if route.is_remote else ""
+        job.pull = route.pulls.get(job.prefill_worker)
         if job.dispatched_s is None:
             job.dispatched_s = self._loop.now_s
 
@@ -428,15 +464,12 @@ class Cluster:
         """Has the workers of its route begin an attempt."""
         self._note_prompts(1)
         job.phase = Phase.PREFILL
-        if job.is_remote:
-            self.pool.prefills[job.prefill_worker].enter(job)
-        else:
+        if not job.is_remote:
             self.pool.decodes[job.decode_worker].enter_prompt(job)
-
-    def _begin(self, entry: QueueEntry, job: Job) -> None:
-        if self._overload is not None:
-            self._overload.note_start(entry, self._loop.now_s, is_backlogged=len(self.queue) > 0)
-        self._start(job)
+        elif job.pull is not None:
+            self.transfers.fetch(self.pool.prefills[job.prefill_worker], job, pull=job.pull)
+        else:
+            self.pool.prefills[job.prefill_worker].enter(job)
 
     def _refuse(self, job: Job, reason: str) -> None:
         if self._overload is not None:
@@ -465,30 +498,3 @@ class Cluster:
     def _index(self, entry: QueueEntry) -> int:
         assert isinstance(entry.key, int), "requests are queued by their number"
         return entry.key
-
-
-def _job(index: int, request: TraceRequest, page_size: int) -> Job:
-    return Job(
-        index=index,
-        arrival_s=request.arrival_s,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        # Only full pages are reused: the end of a partial one would have to be computed into a shared page.
-        blocks=request.block_ids[: request.num_prompt_tokens // page_size],
-        tenant=request.tenant,
-        service_class=request.service_class,
-    )
-
-
-def _report_progress(
-    loop: EventLoop,
-    cluster: Cluster,
-    progress: Callable[[int, int, float], None],
-    last_arrival_s: float,
-    num_requests: int,
-) -> None:
-    def tell() -> None:
-        progress(cluster.num_ended, num_requests, loop.now_s)
-
-    for tenth in range(1, 11):
-        loop.at(last_arrival_s * tenth / 10, tell)

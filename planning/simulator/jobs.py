@@ -7,9 +7,12 @@ from enum import Enum, auto
 
 from planning.simulator.block_cache import LRU_LEAF_FIRST, Lease
 from planning.simulator.laws import StepLaw
+from planning.simulator.traces import TraceRequest
 from services.scheduling.chunks import ChunkScheduler, more_steps_s
 from services.scheduling.entry import ServiceClass
 from services.scheduling.prediction import LinkSpeed
+from services.scheduling.regions import Residency
+from services.scheduling.routing.views import Pull
 
 TANDEM, FCFS, WHOLE = "tandem", "fcfs", "whole"
 CHUNKINGS = (TANDEM, FCFS, WHOLE)
@@ -57,10 +60,14 @@ class Job:
     """Ids of the full pages of the prompt."""
     tenant: str = ""
     service_class: str = "normal"
+    region: str = ""
+    residency: Residency = ()
     refusal: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     is_remote: bool = False
+    pull: Pull | None = None
+    """What its prefill worker is to fetch first."""
     dispatched_s: float | None = None
     prefill_began_s: float | None = None
     first_token_s: float | None = None
@@ -98,6 +105,21 @@ class Job:
     def num_all_pages(self, page_size: int) -> int:
         """Returns the pages of prompt and answer."""
         return -(-(self.num_prompt_tokens + self.num_output_tokens) // page_size)
+
+
+def job_of(index: int, request: TraceRequest, *, page_size: int) -> Job:
+    """Returns a request as it begins. Only full pages of its prompt are reused: a partial one is computed into."""
+    return Job(
+        index=index,
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        blocks=request.block_ids[: request.num_prompt_tokens // page_size],
+        tenant=request.tenant,
+        service_class=request.service_class,
+        region=request.region,
+        residency=request.residency,
+    )
 
 
 def prompt_s(spec: WorkerSpec, num_tokens: int, *, before: int = 0) -> float:

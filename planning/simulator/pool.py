@@ -47,6 +47,8 @@ class Pool:
         self._draining: dict[str, tuple[Worker, Callable[[], None] | None]] = {}
         self.lives: dict[str, Life] = {}
         self.busy: dict[str, Timeline] = {}
+        self.regions: dict[str, str] = {}
+        """Where each worker is that ever was; empty: near to all."""
         self._num_made = dict.fromkeys(ROLES, 0)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -62,12 +64,13 @@ class Pool:
             return draining[0]
         return self.prefills.get(worker_id) or self.decodes.get(worker_id)
 
-    def add(self, role: str, *, start_up_s: float = 0.0) -> str:
+    def add(self, role: str, *, start_up_s: float = 0.0, region: str = "") -> str:
         """Starts a worker; returns its id."""
         worker_id = f"{role[0]}{self._num_made[role]}"
         self._num_made[role] += 1
         self.busy[worker_id] = Timeline(self._bucket_s)
         self.lives[worker_id] = Life(role, self._loop.now_s)
+        self.regions[worker_id] = region
         if start_up_s > 0:
             self._loop.at(self._loop.now_s + start_up_s, partial(self._be_ready, worker_id))
         else:
@@ -123,7 +126,7 @@ class Pool:
         self._changed()
 
 
-def prefill_view(worker: PrefillWorker, max_sequence_tokens: int) -> WorkerView:
+def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
     """Returns what a gateway knows of a prefill worker."""
     spec: WorkerSpec = worker.spec
     return WorkerView(
@@ -139,10 +142,12 @@ def prefill_view(worker: PrefillWorker, max_sequence_tokens: int) -> WorkerView:
         decode_speed=spec.law.decode_at(1),
         link_speed=spec.link,
         queue_s=worker.queue_s,
+        region=region,
+        can_pull=True,
     )
 
 
-def decode_view(worker: DecodeWorker, max_sequence_tokens: int) -> WorkerView:
+def decode_view(worker: DecodeWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
     """Returns what a gateway knows of a decode worker."""
     spec: WorkerSpec = worker.spec
     return WorkerView(
@@ -160,4 +165,6 @@ def decode_view(worker: DecodeWorker, max_sequence_tokens: int) -> WorkerView:
         decode_speed=spec.law.decode_at(worker.num_running + 1),
         link_speed=spec.link,
         queue_s=worker.queue_s,
+        region=region,
+        can_pull=True,
     )

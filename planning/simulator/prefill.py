@@ -49,16 +49,18 @@ class PrefillWorker:
         self._step_began_s = 0.0
         self._is_stepping = False
         self._sending: dict[tuple[int, int], Lease] = {}
+        self.num_fetching = 0
+        """Prompts whose beginning is on its way from another worker."""
 
     @property
     def num_requests(self) -> int:
         """Prompts that wait or are computed."""
-        return len(self.line)
+        return len(self.line) + self.num_fetching
 
     @property
     def is_idle(self) -> bool:
-        """Whether no prompt is here, and none is being sent."""
-        return not self.line and not self._sending
+        """Whether no prompt is here or on its way, and none is being sent."""
+        return not (self.line or self._sending or self.num_fetching)
 
     @property
     def queue_s(self) -> float:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from services.runtime.errors import ConfigError
+from services.scheduling.regions import Residency
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOONCAKE_BLOCK_TOKENS = 512
@@ -36,7 +37,8 @@ class TraceRequest:
     """One request: when it came, how long it was and how long its answer.
 
     `block_ids` name the blocks of `Trace.block_tokens` tokens of the prompt, the last of which may be partial; equal
-    ids mean equal tokens up to the block's end. Empty where the trace knows nothing of prefixes.
+    ids mean equal tokens up to the block's end. Empty where the trace knows nothing of prefixes. It came to a gateway
+    in `region`, and its data is held to the regions in `residency`, if any; no file has these two.
     """
 
     arrival_s: float
@@ -45,6 +47,8 @@ class TraceRequest:
     block_ids: tuple[int, ...] = ()
     tenant: str = ""
     service_class: str = "normal"
+    region: str = ""
+    residency: Residency = ()
 
 
 @dataclass(frozen=True, slots=True)
