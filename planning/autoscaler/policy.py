@@ -3,7 +3,9 @@
 Every interval: what is forecast until a worker that is started now would be ready, what that takes by the closed forms
 of the planner, and what the backlog takes on top. More is asked for at once; less only after nothing more was needed
 for `settle_s`, so that a wave does not make workers come and go. Where one role has too many workers and the other too
-few, a worker changes its role, which is quicker than a start. Reads no clock and acts on nothing.
+few, a worker changes its role, which is quicker than a start. Where the budget is too small for both, they share it by
+what they need; a new split stays for `settle_s`, because what is needed by either changes with every look and a change
+of roles costs both. Reads no clock and acts on nothing.
 """
 
 import math
@@ -84,6 +86,7 @@ class Autoscaler:
         self._wanted: deque[tuple[float, int, int]] = deque()
         self._starting: dict[str, tuple[int, int, float]] = {}
         """By role: workers that were starting and ready at the last decision, and since when none has come."""
+        self._split_stays_until_s = -math.inf
 
     def decide(self, seen: Observation) -> Decision:
         """Returns what is to be done now."""
@@ -109,7 +112,7 @@ class Autoscaler:
         # Never fewer than anything in the settling time has asked for.
         prefill = max(wanted_prefill, min(has_prefill, max(one for _, one, _ in self._wanted)))
         decode = max(wanted_decode, min(has_decode, max(one for _, _, one in self._wanted)))
-        prefill, decode, is_cut = self._within_budget(prefill, decode)
+        prefill, decode, is_cut = self._within_budget(seen, prefill, decode)
         # What does not come is not ordered again, and no more of its kind.
         prefill = min(prefill, has_prefill) if missing["prefill"] else prefill
         decode = min(decode, has_decode) if missing["decode"] else decode
@@ -142,12 +145,20 @@ class Autoscaler:
             + f": {words}",
         )
 
-    def _within_budget(self, prefill: int, decode: int) -> tuple[int, int, bool]:
-        most = self.settings.max_workers
+    def _within_budget(self, seen: Observation, prefill: int, decode: int) -> tuple[int, int, bool]:
+        """Returns how many of each role the budget allows, and whether it allows fewer than asked for."""
+        settings, most = self.settings, self.settings.max_workers
         if prefill + decode <= most:
             return prefill, decode, False
         share = round(most * prefill / (prefill + decode))
-        share = max(self.settings.min_prefill, min(most - self.settings.min_decode, share))
+        share = max(settings.min_prefill, min(most - settings.min_decode, share))
+        has_prefill = seen.prefill + seen.starting_prefill
+        is_used_up = has_prefill + seen.decode + seen.starting_decode == most
+        if is_used_up and share != has_prefill:
+            if seen.now_s < self._split_stays_until_s:
+                share = has_prefill
+            else:
+                self._split_stays_until_s = seen.now_s + settings.settle_s
         return share, most - share, True
 
     def _missing(self, seen: Observation) -> dict[str, int]:

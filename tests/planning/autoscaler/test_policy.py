@@ -1,5 +1,7 @@
 """Decisions from observations: up at once, down when it is quiet, roles before starts, never beyond the budget."""
 
+import itertools
+
 import pytest
 
 from planning.autoscaler.policy import Autoscaler, AutoscalerSettings, Decision, Observation
@@ -90,6 +92,31 @@ def test_the_budget_is_kept_and_named() -> None:
     assert decision.prefill + decision.decode == 6
     assert decision.prefill > decision.decode >= 1
     assert "the budget is 6 workers" in decision.reason
+
+
+def test_a_split_of_the_budget_stays_for_a_while() -> None:
+    """Four workers, ten times as much needed, and a backlog that comes and goes with each look."""
+    clock = Clock(max_workers=4, settle_s=30.0)
+    clock.workers = [1, 3]
+    changed_s = []
+    for look in range(24):
+        decision = clock.pass_by(300, prompt=4000, answer=400, backlog_s=2000.0 * (look % 2))
+        assert decision.prefill + decision.decode == 4
+        if [decision.prefill, decision.decode] != clock.workers:
+            changed_s.append(clock.now_s)
+            clock.workers = [decision.prefill, decision.decode]
+    assert changed_s, "the split never followed what is needed"
+    assert all(later - earlier >= 30.0 for earlier, later in itertools.pairwise(changed_s))
+
+
+def test_a_lost_worker_is_replaced_within_a_budget_whose_split_stays() -> None:
+    clock = Clock(max_workers=4, settle_s=1e6)
+    clock.workers = [2, 2]
+    first = clock.pass_by(300, prompt=9000, answer=400)
+    assert (first.prefill, first.decode) == (3, 1)
+    clock.workers = [2, 1]
+    second = clock.pass_by(300, prompt=9000, answer=400)
+    assert (second.prefill, second.decode) == (3, 1)
 
 
 def test_a_metric_that_lies_below_nothing_counts_as_nothing() -> None:
