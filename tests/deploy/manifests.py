@@ -28,8 +28,9 @@ EXCLUSIVE = (
     {"ingress", "ingress-tls"},
     {"own number of workers", "keda", "hpa", "autoscaler"},
     {"tls", "autoscaler"},
-    {"own tracks", "blue-green"},
+    {"own tracks", "blue-green", "pools"},
     {"own tracks", "preflight"},
+    {"pools", "preflight"},
     {"another namespace", "tls-certificates"},
 )
 """Components of which one at most makes sense, and facts of overlays that some would contradict."""
@@ -41,7 +42,7 @@ REQUIRES = {
     "vllm": "gpu",
 }
 """What is listed before a component."""
-FIRST = ("autoscaler", "blue-green", "monitoring")
+FIRST = ("autoscaler", "blue-green", "monitoring", "pools")
 """Components whose objects others change, so that they stand before them."""
 FACTS = {
     "several-regions": {"own tracks", "own number of workers"},

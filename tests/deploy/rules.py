@@ -257,12 +257,18 @@ def graces_suffice(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def _can_hand_over(workload: Workload, objects: Sequence[Object]) -> bool:
-    """Whether others take over what it has: prompts, always; answers, where the track has more decode workers."""
+    """Whether others take over what it has: prompts, always; answers, where its pool's only track has more workers."""
     if workload.component == "gateway":
         return False
-    tracks = {one.labels.get(TRACK) for one in workloads(objects) if one.component == "decode"}
+    pool = _pool(objects, workload)
+    decode = [one for one in workloads(objects) if one.component == "decode" and _pool(objects, one) == pool]
+    tracks = {one.labels.get(TRACK) for one in decode}
     # The last one of a track, when the track is ended, has none beside it.
     return workload.component == "prefill" or (workload.replicas != 1 and len(tracks) == 1)
+
+
+def _pool(objects: Sequence[Object], workload: Workload) -> str:
+    return variables(objects, workload.main).get("TANDEM_POOL", "")
 
 
 def probes_mean_one_thing(objects: Sequence[Object]) -> Iterator[str]:
@@ -413,9 +419,12 @@ def _refused(workload: Workload, environment: dict[str, str], program: type[obje
 
 
 def preflight_sees_what_the_worker_gets(objects: Sequence[Object]) -> Iterator[str]:
-    """A container that judges a worker's start has the worker's image, variables, mounts and limits."""
+    """A container that judges a worker's start has the worker's image, variables, mounts and limits, and its ports."""
     for workload in workloads(objects):
         for judge in workload.pod.get("initContainers", ()):
+            asked = next((word for word in judge.get("args", ()) if word.startswith("--ports=")), "no ports")
+            if asked != f"--ports={','.join(map(str, workload.ports.values()))}":
+                yield f"{title(workload.object)}: {judge['name']} looks at {asked}"
             for member in ("image", "env", "envFrom", "volumeMounts", "resources"):
                 if judge.get(member) != workload.main.get(member):
                     yield f"{title(workload.object)}: {judge['name']} has another {member} than {workload.main['name']}"

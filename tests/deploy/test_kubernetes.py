@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
+from gateway.config import GatewayConfig
+from gateway.operator_choices import pools
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES,
@@ -19,12 +21,14 @@ from tests.deploy.manifests import (
     Object,
     combinations,
     components,
+    config_maps,
     copied,
     included,
     of_kind,
     overlays,
     render,
     render_with,
+    variables,
     workloads,
 )
 from tests.deploy.rules import VERSION, violations
@@ -122,6 +126,25 @@ def test_an_autoscaler_has_the_secrets_of_a_cluster_that_has_some(tmp_path: Path
     assert given["TANDEM_REDIS"]["valueFrom"]["secretKeyRef"] == {"name": "tandem-credentials", "key": "redis"}
     workers = [one for one in workloads(objects) if one.component in ("prefill", "decode")]
     assert [one.replicas for one in workers] == [None, None]
+
+
+def test_gateways_read_which_requests_the_workers_of_a_pool_are_for(rendered: Rendered, tmp_path: Path) -> None:
+    objects = rendered["several-nodes", "pools"]
+    (text,) = [one["pools.toml"] for one in config_maps(objects).values() if "pools.toml" in one]
+    (tmp_path / "pools.toml").write_text(text)
+    known = {pool.name for pool in pools(GatewayConfig(model=ROOT / "demo" / "model", pools=tmp_path / "pools.toml"))}
+    labels = {
+        one.name: variables(objects, one.main).get("TANDEM_POOL")
+        for one in workloads(objects)
+        if one.component in ("prefill", "decode")
+    }
+    assert labels == {
+        "tandem-prefill": None,
+        "tandem-prefill-batch": "batch",
+        "tandem-decode": None,
+        "tandem-decode-batch": "batch",
+    }
+    assert known == {"batch"}
 
 
 def test_the_base_needs_no_custom_resource() -> None:

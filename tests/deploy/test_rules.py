@@ -296,6 +296,15 @@ CHANGES: list[tuple[str, str, Change]] = [
         ),
     ),
     (
+        "preflight_sees_what_the_worker_gets",
+        "StatefulSet tandem-decode: preflight looks at --ports=7000,9000",
+        lambda at: put(
+            pod(at(DECODE)),
+            "initContainers",
+            [{**container(at(DECODE)), "name": "preflight", "args": ["cli.main", "doctor", "--ports=7000,9000"]}],
+        ),
+    ),
+    (
         "references_exist",
         "names ConfigMap tandem-tuning",
         lambda at: container(at(DECODE))["envFrom"].append({"configMapRef": {"name": "tandem-tuning"}}),
