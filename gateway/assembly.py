@@ -46,6 +46,7 @@ from gateway.topology.prefix_view import PrefixView
 from gateway.topology.presence import Presence
 from gateway.topology.trouble_watch import TroubleWatch, circuits, hot_decodes, quarantined, unreadable_keys
 from gateway.topology.troubles import Found, Kind, Troubles
+from gateway.vectors.embedder import Embedder
 from services.cluster.batches import BatchStore
 from services.cluster.decision_board import DecisionBoard
 from services.cluster.files import FILE_TIMEOUT_S, FileStore, Room
@@ -115,7 +116,7 @@ class Gateway:
         self.troubles = Troubles()
         self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, told=self._told)
         self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
-        self.requests = self._make_requests(catalog)
+        self.requests, self.embedder = self._make_requests(catalog)
         self._feed = Feed(
             self.requests,
             topology=self.topology,
@@ -164,6 +165,7 @@ class Gateway:
         def poke_all() -> None:
             for queue in self._queues.values():
                 queue.poke()
+            self.embedder.poke()
 
         return Topology(
             gateway_incarnation=self.incarnation,
@@ -176,14 +178,15 @@ class Gateway:
             pools=pools(config),
         )
 
-    def _make_requests(self, catalog: ModelCatalog) -> Requests:
+    def _make_requests(self, catalog: ModelCatalog) -> tuple[Requests, Embedder]:
         config, weights = self._config, self.door.tenant_weights
-        for model in catalog:
-            self._queues[model.name] = AdmissionQueue(
-                lane_maker(config, self.topology, model=model.name, tenant_weights=weights),
-                order=lane_order(config, weights),
-            )
-        return Requests(
+
+        def make_queue(model: str, *, are_answered: bool = False) -> AdmissionQueue:
+            maker = lane_maker(config, self.topology, model=model, tenant_weights=weights, are_answered=are_answered)
+            return AdmissionQueue(maker, order=lane_order(config, weights))
+
+        self._queues |= {model.name: make_queue(model.name, are_answered=True) for model in catalog}
+        requests = Requests(
             catalog=catalog,
             topology=self.topology,
             queues=self._queues,
@@ -198,6 +201,10 @@ class Gateway:
             slow_request_s=config.slow_request_s,
             history=History(targets=targets(config)),
         )
+        embedder = Embedder(
+            requests, self.topology, make_queue=make_queue, policies=policies(config), metrics=self.metrics
+        )
+        return requests, embedder
 
     def _make_journals(self) -> Journals:
         config = self._config
@@ -265,8 +272,9 @@ class Gateway:
             batches.store, files, bodies=self._bodies, on_change=batches.poke, residency_of=self.door.residency
         ).routes()
         routes = [*file_routes, *batch_routes, *self.stored.routes(self._bodies)]
+        app = self.api.app(routes, embedder=self.embedder, pace=pace, keepers=self.stored.keepers)
         return HttpServer(
-            self._guarded(self.api.app(routes, pace=pace, keepers=self.stored.keepers), bound_to=config.http_host),
+            self._guarded(app, bound_to=config.http_host),
             identity=rpc.identity(),
             max_connections=min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // HTTP_PART),
         )
@@ -299,7 +307,9 @@ class Gateway:
         known = self.requests, self.topology
         register(
             server,
-            InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
+            InferenceService(
+                self.requests, self._journals, embedder=self.embedder, door=self.door, bodies=self._bodies
+            ),
             ClusterService(*known, door=self.door, troubles=self.troubles, placements=self._placements),
         )
         return server
@@ -340,7 +350,7 @@ class Gateway:
 
     def _app_of(self, key_digest: str) -> App:
         """The HTTP API for what was asked with the key of this digest before. It keeps nothing."""
-        return self._http_api(KeyedDoor(self.door, key_digest)).app()
+        return self._http_api(KeyedDoor(self.door, key_digest)).app(embedder=self.embedder)
 
     def _check_model(self, key_digest: str, name: str | None) -> None:
         """Raises Unauthenticated, PermissionDenied or NotFound where the key's owner may not ask the model."""
@@ -400,6 +410,7 @@ class Gateway:
         self.requests.refuse_new(leaving)
         if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
             self.requests.end_all(leaving)
+            self.embedder.end_all(leaving)
             await self.requests.wait_until_idle(timeout_s=ANSWER_S)
         await self._feed.close()
         servers = (self._http, self._admin, self._socket)
@@ -474,7 +485,10 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
 
 def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:
     catalog = load_catalog(
-        entries, max_tokenize_chars=config.max_tokenize_chars, generation_config=config.generation_config
+        entries,
+        max_tokenize_chars=config.max_tokenize_chars,
+        generation_config=config.generation_config,
+        embeddings=config.embeddings,
     )
     for model in catalog:
         if model.sampling_defaults:

@@ -69,6 +69,12 @@ class GatewayConfig:
         help="Where temperature, top_p, top_k, min_p and repetition_penalty of requests without them come from: "
         "auto, the model's generation_config.json, if it has one; none; or another folder that has one.",
     )
+    embeddings: str = option(
+        choice("auto", "on", "matryoshka", "off"),
+        default="auto",
+        help="Which models embed texts: auto, those whose folder has sentence-transformers' modules.json; on, all; "
+        "matryoshka, all, and clients may cut their vectors to any number of dimensions; off, none.",
+    )
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_host: str = option(host_name(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")

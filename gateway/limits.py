@@ -25,6 +25,8 @@ MAX_CHOICES = 16
 """Answers to one prompt."""
 MAX_SEQUENCES = 128
 """Answers of one call: prompts times choices."""
+MAX_INPUTS = 2048
+"""Texts of one call that are embedded."""
 MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -231,6 +233,13 @@ def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
             f"{num_prompts} prompts with n = {n} are too many answers for one call; the most is {MAX_SEQUENCES}",
             field="prompt",
         )
+
+
+def check_num_inputs(num_inputs: int, *, field_name: str) -> None:
+    """Checks the number of texts that one call has embedded."""
+    if not 1 <= num_inputs <= MAX_INPUTS:
+        rule = f"must have 1 to {MAX_INPUTS} texts"
+        raise InvalidRequest(f"{field_name} has {num_inputs} texts; it {rule}", field=field_name, rule=rule)
 
 
 def check_name(name: str, *, field_name: str) -> None:

@@ -66,9 +66,17 @@ def lane_order(config: GatewayConfig, tenant_weights: Mapping[str, float]) -> La
 
 
 def lane_maker(
-    config: GatewayConfig, topology: Topology, *, model: str, tenant_weights: Mapping[str, float]
+    config: GatewayConfig,
+    topology: Topology,
+    *,
+    model: str,
+    tenant_weights: Mapping[str, float],
+    are_answered: bool = True,
 ) -> Callable[[Audience], Lane]:
-    """Returns what makes the lanes of one model's queue; the weights are read live."""
+    """Returns what makes the lanes of one model's queue; the weights are read live.
+
+    Texts that are not `are_answered` need no room at decode workers.
+    """
 
     def make(audience: Audience) -> Lane:
         waiting = RequestQueue(
@@ -81,7 +89,7 @@ def lane_maker(
         return Lane(
             waiting,
             targets=targets(config),
-            free_share=lambda: topology.free_share(model, audience),
+            free_share=lambda: topology.free_share(model, audience) if are_answered else 1.0,
             num_computing=lambda: len(ids("prefill") or ids("decode")),
         )
 

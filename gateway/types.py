@@ -5,7 +5,7 @@ Plain data, which every room of the gateway may import: nothing here knows an AP
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,9 @@ from services.structured.form import AnswerForm
 FinishReason = Literal["stop", "length"]
 """Why an answer ended."""
 
+
+Pooling: TypeAlias = Literal["last", "mean"]
+"""Which hidden states of a text make its vector: that of the last token, or the mean of all."""
 
 SLICE_CANDIDATES = 2048
 """The candidates of a prompt's tokens that are dealt with at a time, in less than a millisecond."""

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kv_transfer.send_link import SendTransfer
+from prefill_worker.embeddings import EmbeddingWish
 from prefill_worker.kept import Kept
 from protos import worker_pb2
 from services.engine.steps.sequence import Grammar
@@ -36,6 +37,8 @@ class PrefillAttempt(EngineAttempt):
     task: "asyncio.Task[None]" = field(init=False)
     pull: worker_pb2.Pull | None = None
     """The worker from which the prompt's beginning is to be fetched."""
+    embedding: EmbeddingWish | None = None
+    """What becomes of its hidden states; None: it is answered, and its pages are handed over."""
     pulled: Pulled = NOTHING_PULLED
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False

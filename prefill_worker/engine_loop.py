@@ -12,6 +12,7 @@ from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
+    PooledState,
     SampledToken,
     StepItem,
     StepOutcome,
@@ -106,7 +107,8 @@ class PrefillLoop(PrefillEngine):
                 self._report(self._clock.unix_ns(), ())
             return False
         start_unix_ns = self._clock.unix_ns()
-        plan = StepPlan([StepItem(self._sequences[chunk.key], chunk.num_tokens) for chunk in chunks])
+        found = [(self._sequences[chunk.key], chunk.num_tokens) for chunk in chunks]
+        plan = StepPlan([StepItem(sequence, number, sequence.pooling is None) for sequence, number in found])
         is_usual = not plan.reports_prompts
         result = self._runner.run(plan)
         computed = tuple(map(self._apply, chunks, result.outcomes))
@@ -122,7 +124,10 @@ class PrefillLoop(PrefillEngine):
 
     def _apply(self, chunk: Chunk, outcome: StepOutcome) -> ComputedChunk:
         sequence = self._sequences[chunk.key]
-        outcome = with_whole_prompt(sequence, chunk.start, outcome)
+        if isinstance(outcome, PooledState):
+            sequence.pooled = outcome.state
+        else:
+            outcome = with_whole_prompt(sequence, chunk.start, outcome)
         assert sequence.num_computed_tokens == chunk.start, "the schedule and the sequence agree"
         end = sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         if isinstance(outcome, NonFiniteLogits):

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.send_link import SendTransfer
 from prefill_worker.attempt import PrefillAttempt
+from prefill_worker.embeddings import EmbeddingWish
 from prefill_worker.kept import Kept, KeptPrompts
 from prefill_worker.pulls import Pulls
 from prefill_worker.scheduler import PromptQueue, PromptSize
@@ -94,6 +95,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             ahead_tokens=STEPS_AHEAD * limits.chunk_tokens,
         )
         handlers: dict[str, CommandHandler] = {"prefill": self._on_prefill, "cancel": self._on_cancel}
+        handlers["embed"] = self._on_embed
         super().__init__(around, facts, engine=self._engine, handlers=handlers, peer_links=around.links.peer_links)
 
         self.pulls = Pulls(self, self.prefixes, queue=self._queue, clock=self._clock)
@@ -130,8 +132,6 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     # --- commands, on the event loop ---
 
     async def _on_prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
-        if self._is_draining:
-            raise self._leaving()
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
         # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
         self._check(spec, num_new_tokens=1)
@@ -141,10 +141,23 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         )
         if message.HasField("pull"):
             attempt.pull = message.pull
+        self._take(attempt)
+
+    async def _on_embed(self, session: Session, message: worker_pb2.Embed) -> None:
+        wish = EmbeddingWish.read(message, is_offered=self.facts.embeds)
+        spec = read_spec(message.sequence, Sampling, clock=self._clock)
+        self._check(spec, num_new_tokens=0)
+        attempt = PrefillAttempt(spec, session, AttemptSpans(None), "", "", self._clock.monotonic(), embedding=wish)
+        self._take(attempt)
+
+    def _take(self, attempt: PrefillAttempt) -> None:
+        if self._is_draining:
+            raise self._leaving()
+        spec = attempt.spec
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             superseded.task.cancel()
-        attempt.former = self._kept.find(spec)
+        attempt.former = self._kept.find(spec) if attempt.embedding is None else None
         try:
             if attempt.former is None:
                 self._enter(attempt)
@@ -183,7 +196,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     async def _serve(self, attempt: PrefillAttempt) -> None:
         try:
             async with within(attempt.spec.deadline):
-                await self._prefill(attempt)
+                await (self._prefill(attempt) if attempt.embedding is None else self._embed(attempt, attempt.embedding))
         except TandemError as error:
             self._fail(attempt, error)
         except Exception as error:  # root of the task: the gateway gets an answer whatever went wrong
@@ -222,6 +235,13 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             outcome = last.outcome if isinstance(last.outcome, SampledToken) else None
             attempt.kept = self._kept.add(attempt.spec, outcome)
         await self._seal(attempt, transfer)
+
+    async def _embed(self, attempt: PrefillAttempt, wish: EmbeddingWish) -> None:
+        await attempt.has_turn.wait()
+        await self._begin(attempt)
+        vector = await wish.vector_of(attempt.chunks, num_tokens=attempt.num_tokens)
+        self.emit(attempt, worker_pb2.Embedded(vector=vector))
+        attempt.end("embedded", None)
 
     # --- pages that an earlier attempt of the same request has computed ---
 
@@ -282,6 +302,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         """Puts the prompt in line for the engine; returns when that knows what need not be computed."""
         spec = attempt.spec
         sequence, salt = self._sequence(spec, attempt.grammar, spec.emitted_token_ids)
+        sequence.pooling = None if attempt.embedding is None else attempt.embedding.pooling
         attempt.has_begun, began_unix_ns = True, self._clock.unix_ns()
         beginning = self.command(lambda: self._engine.begin(sequence, salt=salt, service_class=spec.service_class))
         prefix = await asyncio.wrap_future(beginning)

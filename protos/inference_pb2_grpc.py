@@ -66,6 +66,11 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ChatUnaryResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/tandem.v1.Inference/Embed',
+                request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -131,6 +136,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns texts into vectors, each of which a prefill worker computes. INVALID_ARGUMENT says why a model gives none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows.
         """
@@ -179,6 +191,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ChatUnary,
                     request_deserializer=protos_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ChatUnaryResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -338,6 +355,33 @@ class Inference(object):
             '/tandem.v1.Inference/ChatUnary',
             protos_dot_inference__pb2.ChatRequest.SerializeToString,
             protos_dot_inference__pb2.ChatUnaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Embed',
+            protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

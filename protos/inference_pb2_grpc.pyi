@@ -58,6 +58,8 @@ class InferenceStub:
     """
     ChatUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatUnaryResponse]
     """The whole answers to a conversation in one message."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Turns texts into vectors, each of which a prefill worker computes. INVALID_ARGUMENT says why a model gives none."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -92,6 +94,8 @@ class InferenceAsyncStub(InferenceStub):
     """
     ChatUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatUnaryResponse]  # type: ignore[assignment]
     """The whole answers to a conversation in one message."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns texts into vectors, each of which a prefill worker computes. INVALID_ARGUMENT says why a model gives none."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -153,6 +157,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ChatUnaryResponse, _abc.Awaitable[_inference_pb2.ChatUnaryResponse]]:
         """The whole answers to a conversation in one message."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Turns texts into vectors, each of which a prefill worker computes. INVALID_ARGUMENT says why a model gives none."""
 
     @_abc_1.abstractmethod
     def ListModels(

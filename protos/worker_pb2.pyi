@@ -27,6 +27,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """Never sent."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """That of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of those of all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states make the embedding of a text."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""Never sent."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""That of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of those of all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _ErrorCode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -194,6 +218,7 @@ class PrefillCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """Opens the session."""
@@ -214,6 +239,10 @@ class PrefillCommand(_message.Message):
     def left_out(self) -> Global___LeftOut:
         """The gateway gives this worker no work. Sent only to workers whose record has `facts`: others do not know it."""
 
+    @_builtins.property
+    def embed(self) -> Global___Embed:
+        """Compute a prompt and give its embedding. Sent only to workers whose record has `embeds`."""
+
     def __init__(
         self,
         *,
@@ -222,12 +251,13 @@ class PrefillCommand(_message.Message):
         cancel: Global___Cancel | None = ...,
         drain: Global___DrainWorker | None = ...,
         left_out: Global___LeftOut | None = ...,
+        embed: Global___Embed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "embed", b"embed", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "embed", b"embed", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "cancel", "drain", "left_out"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "cancel", "drain", "left_out", "embed"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -612,6 +642,44 @@ class Prefill(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Embed(_message.Message):
+    """Tells a prefill worker to compute a prompt and to say what came of its hidden states after the last norm. Nothing is
+    sampled, and no other worker has a part in it. `Embedded` is the answer, after `PrefillStarted`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    IS_NORMALIZED_FIELD_NUMBER: _builtins.int
+    pooling: Global___Pooling.ValueType
+    """Which hidden states make the vector."""
+    dimensions: _builtins.int
+    """How many numbers of the vector are kept, its first ones. 0: all."""
+    is_normalized: _builtins.bool
+    """Then it is divided by its length."""
+    @_builtins.property
+    def sequence(self) -> Global___SequenceSpec:
+        """What to compute."""
+
+    def __init__(
+        self,
+        *,
+        sequence: Global___SequenceSpec | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        is_normalized: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "is_normalized", b"is_normalized", "pooling", b"pooling", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embed: _TypeAlias = Embed  # noqa: Y015
 
 @_typing.final
 class Pull(_message.Message):
@@ -1330,6 +1398,7 @@ class WorkerEvent(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    EMBEDDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try."""
@@ -1378,6 +1447,10 @@ class WorkerEvent(_message.Message):
     def cancelled(self) -> Global___Cancelled:
         """The attempt was cancelled, as the gateway wished to be told; no event follows."""
 
+    @_builtins.property
+    def embedded(self) -> Global___Embedded:
+        """Prefill worker: the embedding of a prompt; no event follows."""
+
     def __init__(
         self,
         *,
@@ -1393,12 +1466,13 @@ class WorkerEvent(_message.Message):
         paused: Global___Paused | None = ...,
         step_tokens: Global___StepTokens | None = ...,
         cancelled: Global___Cancelled | None = ...,
+        embedded: Global___Embedded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens", "cancelled"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens", "cancelled", "embedded"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1628,6 +1702,28 @@ class StepTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
+
+@_typing.final
+class Embedded(_message.Message):
+    """The embedding of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTOR_FIELD_NUMBER: _builtins.int
+    vector: _builtins.bytes
+    """Its numbers, each as 4 bytes of IEEE 754, the least significant one first."""
+    def __init__(
+        self,
+        *,
+        vector: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["vector", b"vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedded: _TypeAlias = Embedded  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):

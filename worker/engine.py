@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 from services.engine.cache.pages import PageChanges, PageCounts
 from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.sequence import FinishReason, Sampling, Sequence
-from services.engine.steps.step import NonFiniteLogits, SampledToken, SampledTokens
+from services.engine.steps.step import NonFiniteLogits, PooledState, SampledToken, SampledTokens
 from services.runtime.errors import TandemError
 from services.scheduling.chunks import DEFAULT_CLASS
 from services.scheduling.speedometer import Speedometer
@@ -49,6 +49,8 @@ class EngineFacts:
     """Raises NotOffered for what the engine cannot give."""
     adapters: frozenset[str] = frozenset()
     """Names of the adapters that it can compute with."""
+    embeds: bool = False
+    """Whether it gives the hidden states of prompts (`Sequence.pooling`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class ComputedChunk:
 
     `page_ids` are the pages that the step completed, from place `first_page` of the prompt's page table on. On the last
     chunk, `outcome` is the first token, the failure to choose one, or None where the caller has the token already;
-    `finish_reason` is set when the first token is also the last.
+    `finish_reason` is set when the first token is also the last. For a prompt that is embedded, it is what was pooled.
     """
 
     key: Hashable
@@ -154,7 +156,7 @@ class ComputedChunk:
     first_page: int
     page_ids: tuple[int, ...]
     is_last: bool
-    outcome: SampledToken | NonFiniteLogits | None
+    outcome: SampledToken | PooledState | NonFiniteLogits | None
     finish_reason: FinishReason | None
 
 

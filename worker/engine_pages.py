@@ -79,7 +79,7 @@ class EnginePages(PrefixPages):
         keys = chain.extend(sequence.token_ids, sequence.num_prompt_tokens - 1)
         num_cached = self._fill(
             sequence.sequence_id,
-            [] if sequence.reports_prompt else keys,
+            [] if sequence.needs_whole_prompt else keys,
             num_tokens=sequence.num_prompt_tokens,
             state="used",
             is_worth=self._is_cheaper_than_computing,

@@ -63,6 +63,11 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def embeds(self) -> bool:
+        """Whether it gives the hidden states of prompts."""
+        ...
+
+    @property
     def loss(self) -> TandemError | None:
         """What has made the engine useless while nobody used it, from any thread."""
         ...

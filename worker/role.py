@@ -111,7 +111,9 @@ class Common(Generic[C, R, E]):
     def facts(self) -> EngineFacts:
         """What its worker knows of the engine."""
         model = self.model
-        return EngineFacts(model.limits, model.fingerprint, lambda: model.loss, model.check, model.adapters)
+        return EngineFacts(
+            model.limits, model.fingerprint, lambda: model.loss, model.check, model.adapters, embeds=model.embeds
+        )
 
     def watch(self) -> None:
         """Has metrics read what belongs to no role."""

@@ -64,6 +64,7 @@ Payload: TypeAlias = (
     | worker_pb2.Failed
     | worker_pb2.Paused
     | worker_pb2.Cancelled
+    | worker_pb2.Embedded
 )
 
 _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
@@ -77,6 +78,7 @@ _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
     worker_pb2.Failed: "failed",
     worker_pb2.Cancelled: "cancelled",
     worker_pb2.Paused: "paused",
+    worker_pb2.Embedded: "embedded",
 }
 
 

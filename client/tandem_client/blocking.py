@@ -138,6 +138,20 @@ class Client:
         response = exchange.unary(orders.CHAT_UNARY, message, course)
         return orders.chat_of(response, exchange.initial_metadata)
 
+    def embed(
+        self,
+        inputs: str | Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[tuple[float, ...], ...]:
+        """The vectors of texts, or of one, by a model that embeds; `dimensions` of 0: as many as it has."""
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        request = messages.embed_request(texts, model=model, dimensions=dimensions)
+        response = self._unary(orders.EMBED, request, timeout_s=timeout_s)
+        return tuple(tuple(vector.values) for vector in response.vectors)
+
     def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Every name of every served model that the API key allows."""
         response = self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)

@@ -112,6 +112,21 @@ def _tool_choice(choice: str) -> inference_pb2.ToolChoice | None:
     return inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, name=choice)
 
 
+def embed_request(inputs: Sequence[str | Sequence[int]], *, model: str, dimensions: int) -> inference_pb2.EmbedRequest:
+    """The message. Raises InvalidRequest."""
+    request = inference_pb2.EmbedRequest(model=model)
+    try:
+        request.dimensions = dimensions
+        for given in inputs:
+            if isinstance(given, str):
+                request.inputs.add(text=given)
+            else:
+                request.inputs.add().token_ids.ids.extend(given)
+    except _UNFIT as error:
+        raise InvalidRequest(f"the texts cannot be sent: {error}", field="inputs") from error
+    return request
+
+
 def tokenize_request(text: str, *, model: str, without_special_tokens: bool) -> inference_pb2.TokenizeRequest:
     """The message. Raises InvalidRequest."""
     try:

@@ -50,6 +50,7 @@ RESUME = Method("/tandem.v1.Inference/Resume", inference_pb2.GenerateResponse.Fr
 GENERATE_UNARY = Method("/tandem.v1.Inference/GenerateUnary", inference_pb2.GenerateResponse.FromString)
 CHAT = Method("/tandem.v1.Inference/Chat", inference_pb2.ChatResponse.FromString)
 CHAT_UNARY = Method("/tandem.v1.Inference/ChatUnary", inference_pb2.ChatUnaryResponse.FromString)
+EMBED = Method("/tandem.v1.Inference/Embed", inference_pb2.EmbedResponse.FromString)
 LIST_MODELS = Method("/tandem.v1.Inference/ListModels", inference_pb2.ListModelsResponse.FromString)
 TOKENIZE = Method("/tandem.v1.Inference/Tokenize", inference_pb2.TokenizeResponse.FromString)
 DETOKENIZE = Method("/tandem.v1.Inference/Detokenize", inference_pb2.DetokenizeResponse.FromString)

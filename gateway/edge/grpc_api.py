@@ -17,6 +17,7 @@ from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.grpc_context import Context, add_limits, authenticate, metadata
 from gateway.edge.grpc_messages import LENGTH, STOP, form_of, logprobs_of, usage_of
 from gateway.edge.tiers import TieredGenerator
+from gateway.edge.vectors import in_turns
 from gateway.http.bodies import Bodies
 from gateway.limits import (
     GRPC_PREFIX,
@@ -32,10 +33,12 @@ from gateway.named.ask import Ask, ask_for, ask_to_resume
 from gateway.named.journal import digest_of
 from gateway.named.requests import Journals
 from gateway.observability.tracing import Origin
+from gateway.openai.embeddings import numbers_of
 from gateway.openai.writer import Whole
 from gateway.requests.call import Call
 from gateway.requests.lifecycle import Requests
 from gateway.types import AskedSampling, Delta
+from gateway.vectors.embedder import OPERATION, Embedder
 from gateway.wishes import read_wishes
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry
@@ -54,13 +57,17 @@ ALLOW_FALLBACK = "x-allow-fallback"
 """Metadata: `true` or `false`."""
 
 Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.ChatRequest)
+AnyRequest = inference_pb2.GenerateRequest | inference_pb2.ChatRequest | inference_pb2.EmbedRequest
 _REASONS = {"stop": STOP, "length": LENGTH}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Generation of texts, answers to conversations, and tokenization."""
 
-    def __init__(self, requests: Requests, journals: Journals, *, door: FrontDoor, bodies: Bodies) -> None:
+    def __init__(
+        self, requests: Requests, journals: Journals, *, embedder: Embedder, door: FrontDoor, bodies: Bodies
+    ) -> None:
+        self._embedder = embedder
         self._door = door
         self._bodies = bodies
         self._requests = requests
@@ -195,6 +202,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with self._generator.answers(ask, key, on_taken=note_taken) as answers:
             yield answers
 
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        """Returns the vectors of texts."""
+        with self._requests.refusals_noted():
+            key = authenticate(self._door, context)
+            with self._bodies.claim(key.tenant, num_bytes=request.ByteSize()) as claim:
+                call = _completed(_embedding_call(request), request, context)
+                call.note_origin(
+                    lambda name: metadata(context, name) or "", Origin(rpc_method=f"{INFERENCE_SERVICE}/Embed")
+                )
+                self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
+                order = self._embedder.order_for(call, request.dimensions or None)
+                with await self._requests.accept(call) as accepted:
+                    claim.release()
+                    add_limits(context, call.ticket)
+                    embedded = await self._embedder.vectors(accepted, order)
+            response = inference_pb2.EmbedResponse(
+                request_id=accepted.request_id, prompt_tokens=embedded.num_prompt_tokens
+            )
+            async for vector in in_turns(embedded.vectors):
+                response.vectors.add().values.extend(numbers_of(vector))
+            await context.send_initial_metadata((("x-tandem-model", header_value(accepted.model)),))
+            return response
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
@@ -281,7 +311,7 @@ def register(server: rpc.RpcServer, inference: InferenceService, cluster: Cluste
     cluster_pb2_grpc.add_ClusterServicer_to_server(cluster, server.server)
 
 
-def _completed(call: Call, request: Request, context: Context) -> Call:
+def _completed(call: Call, request: AnyRequest, context: Context) -> Call:
     """Returns the call with what all generating methods have, in the message or beside it. Raises InvalidRequest."""
     allows_fallback = metadata(context, ALLOW_FALLBACK)
     call.request_id = request.request_id or None
@@ -306,6 +336,16 @@ def _call(request: inference_pb2.GenerateRequest) -> Call:
         field_prefix=GRPC_PREFIX,
         prompt_field="token_ids" if request.WhichOneof("prompt") == "token_ids" else "text",
     )
+
+
+def _embedding_call(request: inference_pb2.EmbedRequest) -> Call:
+    inputs: list[str | list[int]] = []
+    for place, given in enumerate(request.inputs):
+        kind = given.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest(f"inputs[{place}] must be a text or token_ids", field=f"inputs[{place}]")
+        inputs.append(given.text if kind == "text" else list(given.token_ids.ids))
+    return Call(operation=OPERATION, model=request.model, prompts=inputs, prompt_field="inputs")
 
 
 def _ask(call: Call, request: Request, context: Context) -> Ask | None:

@@ -28,6 +28,7 @@ from gateway.edge.http_calls import HttpCall, ask_of, read_call, unknown_to_temp
 from gateway.edge.pages import ApiPages, OperatorPages, json_response
 from gateway.edge.tiers import TieredGenerator
 from gateway.edge.tokenization import Tokenization
+from gateway.edge.vectors import VectorPages
 from gateway.http.bodies import Bodies, Claim
 from gateway.http.exchange import (
     App,
@@ -56,6 +57,7 @@ from gateway.openai.writer import Head, Whole, Writer, system_fingerprint
 from gateway.requests.lifecycle import Requests
 from gateway.stored.kept import Kept
 from gateway.stored.service import Keepers
+from gateway.vectors.embedder import Embedder
 from services.runtime import status
 from services.runtime.errors import PermissionDenied, RequestCancelled, TandemError, Unauthenticated
 
@@ -70,8 +72,6 @@ UNPREFIXED = frozenset(
     | {"/chat/completions/input_tokens", "/responses/input_tokens"}
 )
 """Paths that are served below the prefix, whichever way they are asked for."""
-VECTOR_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank")
-"""Paths for models that give no text, of OpenAI, vLLM and Cohere; none is served here."""
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's."""
 
@@ -116,6 +116,7 @@ class HttpApi:
         self,
         more_routes: Sequence[BaseRoute] = (),
         *,
+        embedder: Embedder,
         pace: StreamPace = _USUAL_PACE,
         keepers: Keepers | None = None,
     ) -> App:
@@ -124,7 +125,7 @@ class HttpApi:
         `keepers` None: no answer is kept, nor generated in the background.
         """
         self._pace, self._keepers = pace, keepers
-        fast = self._fast_routes()
+        fast = self._fast_routes(embedder)
         others = [*more_routes, *self._api_pages.routes(), *self._pages.routes(has_api=True)]
         shared = {route.path: route for route in others if isinstance(route, Route) and route.path in fast}
         for route in shared.values():
@@ -168,9 +169,10 @@ class HttpApi:
 
         return with_ids(dispatch)
 
-    def _fast_routes(self) -> dict[str, App]:
+    def _fast_routes(self, embedder: Embedder) -> dict[str, App]:
         """Returns the endpoints that carry the load, by path; all are asked by POST."""
         tokenization = Tokenization(self._requests, door=self._door, bodies=self._bodies)
+        vectors = VectorPages(self._requests, embedder, door=self._door, bodies=self._bodies)
         served: dict[str, Serve] = {
             "/v1/completions": partial(self._generate, body_type=CompletionRequest, writer_type=CompletionWriter),
             "/v1/chat/completions": partial(
@@ -181,7 +183,9 @@ class HttpApi:
             "/v1/messages/count_tokens": tokenization.count_message,
             "/v1/responses/input_tokens": tokenization.count_input,
             "/v1/chat/completions/input_tokens": tokenization.count_chat,
-            **dict.fromkeys(VECTOR_PATHS, tokenization.refuse_vectors),
+            "/v1/embeddings": vectors.embeddings,
+            **dict.fromkeys(("/v1/score", "/score"), vectors.score),
+            **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), vectors.rerank),
             "/tokenize": tokenization.tokenize,
             "/detokenize": tokenization.detokenize,
             "/apply-template": tokenization.apply_template,

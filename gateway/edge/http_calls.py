@@ -48,11 +48,16 @@ async def read_call(
     read = await bodies.read(
         claim, exchange.read_body, lambda body: _read_body(body, body_type, writer_type, is_named=is_named)
     )
-    if exchange.has_any(_TELLING):
-        _read_headers(exchange, read.call)
-    read.call.deadline = _deadline(exchange, read.body)
-    read.call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=bool(read.body.stream)))
+    complete_call(exchange, read.call, timeout_ms=read.body.request_timeout_ms, is_streamed=bool(read.body.stream))
     return read
+
+
+def complete_call(exchange: Exchange, call: Call, *, timeout_ms: int | None, is_streamed: bool = False) -> None:
+    """Takes what the headers say of a call; `timeout_ms` is what its body says. Raises InvalidRequest."""
+    if exchange.has_any(_TELLING):
+        _read_headers(exchange, call)
+    call.deadline = _deadline(exchange, timeout_ms)
+    call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=is_streamed))
 
 
 def _read_headers(exchange: Exchange, call: Call) -> None:
@@ -115,9 +120,8 @@ def _read_permission(exchange: Exchange, call: Call) -> None:
         call.allow_fallback = check_permission(said, field_name="X-Allow-Fallback")
 
 
-def _deadline(exchange: Exchange, request: RequestBody) -> Deadline | None:
+def _deadline(exchange: Exchange, named_ms: int | None) -> Deadline | None:
     """Returns the deadline of body or header; None: the server's. Raises InvalidRequest if the two differ."""
-    named_ms = request.request_timeout_ms
     if named_ms is not None:
         check_integer(named_ms, "request_timeout_ms", minimum=1, maximum=MAX_MS)
     timeout_s = None

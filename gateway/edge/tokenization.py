@@ -107,14 +107,6 @@ class Tokenization:
         # The second name is llama.cpp's.
         await exchange.answer(200, msgspec.json.encode({"prompt": text, "content": text}))
 
-    async def refuse_vectors(self, exchange: Exchange, key: ApiKey) -> None:
-        """Reads the body and raises InvalidRequest: other servers have the path, and this one no models for it."""
-        await self._bodies.take(exchange.read_body, len, tenant=key.tenant)
-        raise InvalidRequest(
-            "this server generates text only: its models give tokens, and no embedding, score or rank of a text",
-            code="unsupported_endpoint",
-        )
-
     async def _let_in(self, exchange: Exchange, key: ApiKey, name: str | None) -> ServedModel:
         """Charges the tenant for a request and returns the model that it names.
 

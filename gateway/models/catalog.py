@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from gateway.limits import MAX_NAME_CHARS, MAX_TOKENIZE_CHARS, ModelLimits, check_text
 from gateway.models.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
+from gateway.models.embedding import EmbeddingRule, read_rule
 from gateway.models.model_files import read_model_files
 from gateway.models.sampling_defaults import AUTO, read_defaults
 from gateway.models.tiers import Tier
@@ -44,6 +45,8 @@ class ServedModel:
     """The most tokens of an answer of its own that stands in for a longer one; None: no such answer does."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for requests without these fields, by the fields' names."""
+    embedding: EmbeddingRule | str = "nothing is known of it"
+    """How it embeds texts, or why it does not."""
     tier: Tier | None = None
     """The name under which it answers unless a stronger model should, and when that is."""
 
@@ -118,15 +121,20 @@ def _names(model: ServedModel) -> Iterator[str]:
 
 
 def load_catalog(
-    entries: Sequence[ModelEntry], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS, generation_config: str = AUTO
+    entries: Sequence[ModelEntry],
+    *,
+    max_tokenize_chars: int = MAX_TOKENIZE_CHARS,
+    generation_config: str = AUTO,
+    embeddings: str = AUTO,
 ) -> ModelCatalog:
     """Reads every model's folder. Raises ModelError with one sentence that says what to do.
 
     `generation_config` says where defaults of sampling come from, as for
-    `gateway.models.sampling_defaults.read_defaults`.
+    `gateway.models.sampling_defaults.read_defaults`; `embeddings` says which models embed texts, as for
+    `gateway.models.embedding.read_rule`.
     """
     turns = Turns()
-    models = [_load(entry, turns, generation_config) for entry in entries]
+    models = [_load(entry, turns, generation_config, embeddings) for entry in entries]
     return ModelCatalog(models, max_tokenize_chars=max_tokenize_chars)
 
 
@@ -139,7 +147,7 @@ def header_value(text: str) -> str:
 _SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
-def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedModel:
+def _load(entry: ModelEntry, turns: Turns, generation_config: str, embeddings: str) -> ServedModel:
     files = read_model_files(entry.path)
     return ServedModel(
         name=entry.name,
@@ -155,5 +163,6 @@ def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedMode
         keeps_answers=entry.keeps_answers,
         fallback_max_tokens=entry.fallback_max_tokens,
         sampling_defaults=read_defaults(entry.path, generation_config),
+        embedding=read_rule(entry.path, embeddings),
         tier=entry.tier,
     )

@@ -23,6 +23,14 @@ from gateway.openai.answers import (
 )
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
+from gateway.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest
 from gateway.openai.responses_request import Items, ResponsesRequest
 from gateway.openai.shapes import Schema
@@ -35,12 +43,12 @@ from gateway.openapi.operation import (
     REQUEST_HEADERS,
     STORED,
     STORED_WITH_BODY,
-    WITH_BODY,
     WITH_MODEL,
     Operation,
 )
 from gateway.stored.chats_api import ChangedMetadata
 from gateway.stored.conversations_api import CreateConversation, NewItems
+from gateway.wishes import TIMEOUT
 
 _GENERATED = (
     *("X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Tier", "X-Tandem-Ignored", "X-Should-Retry"),
@@ -87,6 +95,12 @@ _PAGE: tuple[tuple[str, str, Schema], ...] = (
 
 _generation = functools.partial(
     Operation, errors=GENERATING, request_headers=tuple(REQUEST_HEADERS), answer_headers=_GENERATED
+)
+_embedding = functools.partial(
+    Operation,
+    errors=GENERATING,
+    request_headers=("X-Request-Id", "X-Service-Class", TIMEOUT, "traceparent"),
+    answer_headers=("X-Tandem-Model", "X-Tandem-Ignored", *LIMITS),
 )
 _counting = functools.partial(Operation, errors=WITH_MODEL, answer_headers=tuple(LIMITS))
 _stored = functools.partial(Operation, errors=STORED)
@@ -303,21 +317,34 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.StoredBatch,
         errors=(*STORED_WITH_BODY, 409),
     ),
+    _embedding(
+        "POST /v1/embeddings",
+        "createEmbedding",
+        "The vectors of texts, by models that embed.",
+        body=EmbeddingRequest,
+        answer=EmbeddingList,
+    ),
     *(
-        Operation(
+        _embedding(
             f"POST {path}",
             name,
-            "Always refused, by the code unsupported_endpoint: this server generates text only.",
-            body={},
-            answer=None,
-            errors=WITH_BODY,
+            "How alike texts are: the cosines of their vectors.",
+            body=ScoreRequest,
+            answer=ScoreList,
+        )
+        for path, name in (("/v1/score", "createScore"), ("/score", "createScoreUnversioned"))
+    ),
+    *(
+        _embedding(
+            f"POST {path}",
+            name,
+            "Documents in the order of how near they are to a query: the cosines of their vectors.",
+            body=RerankRequest,
+            answer=Ranking,
         )
         for path, name in (
-            ("/v1/embeddings", "createEmbedding"),
-            ("/v1/score", "createScore"),
             ("/v1/rerank", "createRanking"),
             ("/v2/rerank", "createRankingV2"),
-            ("/score", "createScoreUnversioned"),
             ("/rerank", "createRankingUnversioned"),
         )
     ),

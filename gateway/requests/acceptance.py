@@ -14,6 +14,7 @@ from gateway.limits import (
     ModelLimits,
     check_name,
     check_num_choices,
+    check_num_inputs,
     check_priority,
     check_prompt_logprobs,
     check_prompt_token_ids,
@@ -135,7 +136,7 @@ class Acceptance:
         self._check(call)
         limits = self.limits(model)
         check_sampling(call.sampling, limits, prefix=call.field_prefix)
-        if not call.allow_fallback:
+        if not call.allow_fallback and not call.is_embedded:
             # Before its tenant is asked for anything, and before texts become tokens: such a refusal is cheap.
             self._check_room(call, model, deadline)
         if call.ticket is None:
@@ -334,7 +335,10 @@ class Acceptance:
         check_priority(call.priority)
         if call.service_class:
             check_service_class(call.service_class)
-        check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
+        if call.is_embedded:
+            check_num_inputs(len(call.prompts), field_name=call.prompt_field)
+        else:
+            check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
 
     async def _choices(
         self, call: Call, model: ServedModel, limits: ModelLimits, first_seed: int

@@ -26,6 +26,7 @@ from gateway.topology.events import (
     Cancelled,
     Declined,
     DecodeStarted,
+    Embedded,
     Emitted,
     Event,
     Failed,
@@ -467,6 +468,7 @@ FROM_DECODE: Mapping[type[Event], _Take] = {
     Finished: Attempt._take_decode_end,
     Failed: Attempt._take_decode_failure,
     Cancelled: Attempt._ignore,
+    Embedded: Attempt._ignore,
 }
 """What each event of the decode worker does."""
 FROM_PREFILL: Mapping[type[Event], _Take] = {
@@ -480,6 +482,7 @@ FROM_PREFILL: Mapping[type[Event], _Take] = {
     Finished: Attempt._take_prefill_end,
     Failed: Attempt._take_prefill_failure,
     Cancelled: Attempt._ignore,
+    Embedded: Attempt._ignore,
 }
 FROM_GIVER: Mapping[type[Event], _Take] = {
     **dict.fromkeys(FROM_PREFILL, Attempt._ignore),

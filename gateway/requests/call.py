@@ -98,6 +98,8 @@ class Call(msgspec.Struct, kw_only=True):
     field_prefix: str = ""
     prompt_field: str = "prompt"
     prompt_logprobs_field: str = "prompt_logprobs"
+    is_embedded: bool = False
+    """Whether its prompts become vectors (`gateway.vectors`): they may be many, and wait for no decode worker."""
     most_prompt_tokens: int | None = None
     """How many tokens of each prompt are kept, its last; -1: as many as fit with one of the answer. None: all."""
     allow_fallback: bool | None = None

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gateway.types import PromptLogprobs, Sampling, TokenLogprobs
+from gateway.types import Pooling, PromptLogprobs, Sampling, TokenLogprobs
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError, WorkerUnavailable
 from services.runtime.telemetry import TraceContext
@@ -28,6 +28,14 @@ class PullOrder(NamedTuple):
     limit_s: float
 
 
+class VectorOrder(NamedTuple):
+    """How a prompt becomes a vector, of which the first `num_dimensions` numbers are kept."""
+
+    pooling: Pooling
+    num_dimensions: int
+    is_normalized: bool
+
+
 class SequenceOrder(msgspec.Struct):
     """What workers must know to compute one attempt. `emitted_token_ids` are those that the client already has."""
 
@@ -46,6 +54,8 @@ class SequenceOrder(msgspec.Struct):
     """The id of the request's own span; 0: unknown."""
     adapter: str = ""
     """What the model is changed by; empty: nothing."""
+    vector: VectorOrder | None = None
+    """How the prompt becomes a vector; None: it is answered."""
     message: Any = None
     """The order as `wire` has encoded it, once for both workers."""
 
@@ -139,8 +149,24 @@ class Cancelled(msgspec.Struct, frozen=True):
     has_begun: bool
 
 
+class Embedded(msgspec.Struct, frozen=True):
+    """The vector of a prompt, little-endian float32; nothing follows."""
+
+    vector: bytes
+
+
 Event = (
-    Admitted | Declined | PrefillStarted | Emitted | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
+    Admitted
+    | Declined
+    | PrefillStarted
+    | Emitted
+    | HandedOff
+    | DecodeStarted
+    | Paused
+    | Finished
+    | Failed
+    | Cancelled
+    | Embedded
 )
 
 

@@ -22,7 +22,7 @@ from gateway.topology.counts import Counts, read_counts
 from gateway.topology.events import AttemptKey, Emitted, Event, Failed, Heard, PullOrder, SequenceOrder
 from gateway.topology.pacing import Lateness, Pace
 from gateway.topology.reports import WorkerLoad, read_gpu, read_links, read_load
-from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec
+from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec, write_vector_order
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc
 from services.runtime.clock import SYSTEM_CLOCK
@@ -470,6 +470,12 @@ class PrefillSession(WorkerSession):
             prefill.pull.limit_ms = max(1, round(pull.limit_s * 1000))
         self._tell_clock(order, prefill.span_clock)
         self._send_order(order, prefill.sequence, command)
+
+    def embed(self, order: SequenceOrder) -> None:
+        """Has the prompt computed; Embedded follows. The attempt is open."""
+        command = worker_pb2.PrefillCommand()
+        write_vector_order(order, command.embed)
+        self._send_order(order, command.embed.sequence, command)
 
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:
         return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session(metadata=rpc.metadata_of(proof))

@@ -9,6 +9,7 @@ from gateway.topology.events import (
     Cancelled,
     Declined,
     DecodeStarted,
+    Embedded,
     Emitted,
     Event,
     Failed,
@@ -19,7 +20,7 @@ from gateway.topology.events import (
     SequenceOrder,
     Unfit,
 )
-from gateway.types import PromptLogprobs, TokenLogprobs
+from gateway.types import Pooling, PromptLogprobs, TokenLogprobs
 from protos import inference_pb2, worker_pb2
 from services.runtime import status, telemetry
 from services.runtime.errors import GrammarExhausted, InvalidRequest, NotOffered, TandemError, WorkerUnavailable
@@ -29,6 +30,12 @@ _REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+_POOLINGS: dict[Pooling, worker_pb2.Pooling.ValueType] = {
+    "last": worker_pb2.POOLING_LAST,
+    "mean": worker_pb2.POOLING_MEAN,
 }
 
 
@@ -57,6 +64,14 @@ def sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             message.request_span_id = order.request_span_id
     message.deadline_ms = max(1, order.deadline.remaining_ms())
     return message
+
+
+def write_vector_order(order: SequenceOrder, message: worker_pb2.Embed) -> None:
+    """Writes how a prompt becomes a vector."""
+    vector = order.vector
+    assert vector is not None, "such an order says how"
+    message.pooling, message.dimensions = _POOLINGS[vector.pooling], vector.num_dimensions
+    message.is_normalized = vector.is_normalized
 
 
 def _read_refused(event: worker_pb2.Refused) -> Declined:
@@ -125,5 +140,6 @@ EVENT_READERS: dict[str, Callable[[Any], Event]] = {
     "finished": _read_finished,
     "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),
     "cancelled": lambda event: Cancelled(event.has_begun),
+    "embedded": lambda event: Embedded(event.vector),
 }
 """What reads an event, by its name in the message; without a function around it, which every event would call."""

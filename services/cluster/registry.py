@@ -86,6 +86,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that it decodes at a time; 0: unknown."""
     pulls: bool = False
     """Whether it gives pages of its cache to other workers and, as a prefill worker, takes some."""
+    embeds: bool = False
+    """Whether it embeds texts, as a prefill worker."""
     tensor_parallel: Count = 0
     """Processes that share each layer of its model; 0: unknown."""
     pipeline_parallel: Count = 0

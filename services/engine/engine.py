@@ -77,6 +77,9 @@ class EngineParts:
     first_steps: tuple[TimedStep, ...] = ()
     """Steps that were timed before anybody asked for any."""
 
+    embeds: bool = True
+    """Whether it gives the hidden states of prompts."""
+
     @property
     def gpu_uuid(self) -> str | None:
         """The name by which NVML knows the GPU that the model is on, whatever CUDA_VISIBLE_DEVICES says; None: none."""

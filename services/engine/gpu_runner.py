@@ -51,7 +51,8 @@ from services.engine.gpu.prompt_graphs import MAX_TOKENS, PromptGraphs
 from services.engine.gpu.sampling_triton import NOTHING_CHOSEN
 from services.engine.model import Model
 from services.engine.noise import noise_key
-from services.engine.runner import ModelRunner, Packed, PreparedStep, accepted, check_plan, choose
+from services.engine.packed import Packed
+from services.engine.runner import ModelRunner, PreparedStep, accepted, check_plan, choose
 from services.engine.sampling import is_plain, sample
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (

@@ -19,12 +19,15 @@ import torch
 from services.engine.cache.pool import PagePool, num_pages_for
 from services.engine.kernels.library import Kernels
 from services.engine.model import Model
+from services.engine.packed import Packed
 from services.engine.reference.attention import AttentionBatch
 from services.engine.sampling import report, rows_are_finite, sample
+from services.engine.steps.pooling import pooled_rows, pooled_states
 from services.engine.steps.sequence import Chooser, Lookahead
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
+    PooledState,
     PromptReport,
     PromptTokens,
     SampledToken,
@@ -94,16 +97,17 @@ class ModelRunner:
 
     def _outcomes(
         self, items: list[StepItem], packed: Packed | None
-    ) -> list[SampledToken | SampledTokens | NonFiniteLogits | None]:
+    ) -> list[SampledToken | SampledTokens | PooledState | NonFiniteLogits | None]:
         if packed is None:
             return []
-        logits = self._logits(packed)
+        logits, states = packed.run(self._model, self._pool.data) if packed.num_states else (self._logits(packed), None)
+        pooled = pooled_states(items, states)
         due = [item for item in items if item.is_sampled]
         if any(item.proposed for item in due):
             chosen = iter(choose(logits, due, kernels=self._model.kernels))
         else:
             chosen = iter(sample(logits, [item.sequence for item in due], kernels=self._model.kernels))
-        return [next(chosen) if item.is_sampled else None for item in items]
+        return [next(chosen) if item.is_sampled else next(pooled) if item.num_pooled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
         """Computes a part of a prompt piece by piece, and says of each of its tokens' successors how likely it was."""
@@ -136,7 +140,7 @@ class ModelRunner:
         )
 
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> Packed:
-        """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
+        """Gathers the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
         if not wants_all and all(item.num_scheduled_tokens == 1 and item.is_sampled for item in items):
             return self._pack_next_tokens(items)
         page_size = self._pool.layout.page_size
@@ -160,6 +164,7 @@ class ModelRunner:
         slot_mapping *= page_size
         slot_mapping += positions % page_size
         wanted = np.arange(num_tokens) if wants_all else _wanted_rows(items, query_start[1:])
+        pooled = pooled_rows(items, query_start[1:])
         return Packed(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
@@ -170,7 +175,8 @@ class ModelRunner:
                 slot_mapping=self._tensor(slot_mapping),
                 longest_tokens=int(ends.max()),
             ),
-            logits_indices=self._tensor(wanted),
+            logits_indices=self._tensor(np.concatenate([wanted, *pooled]) if pooled else wanted),
+            num_states=sum(map(len, pooled)),
         )
 
     def _pack_next_tokens(self, items: list[StepItem]) -> Packed:
@@ -245,16 +251,6 @@ class PreparedStep:
 
     plan: StepPlan
     packed: Packed | None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [rows whose logits are wanted]."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    batch: AttentionBatch
-    logits_indices: torch.Tensor
 
 
 def choose(

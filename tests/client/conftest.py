@@ -110,6 +110,9 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
     async def ChatUnary(self, request: Any, context: Context) -> Any:
         return await self._one("ChatUnary", request, context)
 
+    async def Embed(self, request: Any, context: Context) -> Any:
+        return await self._one("Embed", request, context)
+
     async def Tokenize(self, request: Any, context: Context) -> Any:
         return await self._one("Tokenize", request, context)
 

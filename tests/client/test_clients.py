@@ -249,6 +249,22 @@ async def test_the_other_calls(gateway: FakeGateway, connect: Connect, topology:
     assert gateway.calls[4].request.worker_id == "decode-0"
 
 
+async def test_texts_become_vectors(gateway: FakeGateway, connect: Connect) -> None:
+    vectors = [inference_pb2.Vector(values=[0.5, 1.0]), inference_pb2.Vector(values=[2.0, 3.0])]
+    gateway.steps += [says(inference_pb2.EmbedResponse(vectors=vectors)), says(inference_pb2.EmbedResponse())]
+    client = connect(gateway.address)
+    assert await client.embed(["a", [1, 2]], model="m", dimensions=2) == ((0.5, 1.0), (2.0, 3.0))
+    assert await client.embed("a") == ()
+    first = gateway.calls[0].request
+    assert (first.model, first.dimensions, first.inputs[0].text) == ("m", 2, "a")
+    assert list(first.inputs[1].token_ids.ids) == [1, 2]
+    assert [one.text for one in gateway.calls[1].request.inputs] == ["a"]
+    for wrong in ([-1], ["\ud800"], [None]):
+        with pytest.raises(InvalidRequest):
+            await client.embed([wrong])
+    assert len(gateway.calls) == 2
+
+
 @pytest.mark.parametrize(
     "request_of",
     [

@@ -106,6 +106,10 @@ class Inputs:
             common["stream"] = True
         if path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings"):
             return path, {"input": self._word(), **common}
+        if path in ("/v1/score", "/score"):
+            return path, {"text_1": self._word(), "text_2": [self._word(), self._word()], **common}
+        if path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            return path, {"query": self._word(), "documents": [self._word(), {"text": self._word()}], **common}
         if path == "/v1/completions":
             return path, {"prompt": self._word(), **common}
         if path in ("/v1/messages/count_tokens", "/tokenize", "/apply-template"):
@@ -352,6 +356,9 @@ class Inputs:
             message = inference_pb2.DetokenizeRequest(
                 token_ids=one.choices([0, 1, 77, 2**32 - 1], k=one.randint(0, 20))
             )
+        elif method == "Embed":
+            inputs = [inference_pb2.EmbedInput(text=self._word()) for _ in range(one.randint(0, 5))]
+            message = inference_pb2.EmbedRequest(inputs=inputs, dimensions=one.choice([0, 0, 1, 2**32 - 1]))
         elif method == "Cluster/Drain":
             message = cluster_pb2.DrainRequest(worker_id=self._word())
         elif method == "Cluster/SetPrefill":

@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parser.parse_args(argv)
     print(f"seed {settings.seed}", file=sys.stderr)
     # The pool has 8 MB: what is touched late in it is no growth that counts.
-    flags = ["--threads", "1", "--kv-pages", "192"]
+    flags = ["--threads", "1", "--kv-pages", "192", "--embeddings", "matryoshka"]
     flags += ["--log-dir", str(settings.log_dir)] if settings.log_dir is not None else []
     with running_cluster(*flags) as cluster:
         outcomes = asyncio.run(fuzz(cluster, settings, lambda words: print(words, file=sys.stderr, flush=True)))

@@ -97,7 +97,7 @@ PATHS = (
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "FOO", "POST\t", "")
 METHODS_OF_GRPC = (
     "Generate", "Generate", "Generate", "GenerateUnary", "Chat", "Chat", "ChatUnary", "Resume", "Tokenize",
-    "Detokenize", "ListModels", "Nothing", "Cluster/GetTopology", "Cluster/WatchTopology", "Cluster/Drain",
+    "Detokenize", "Embed", "ListModels", "Nothing", "Cluster/GetTopology", "Cluster/WatchTopology", "Cluster/Drain",
     "Cluster/Locate", "Cluster/SetPrefill",
 )  # fmt: skip
 SCHEMAS = (

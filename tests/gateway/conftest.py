@@ -6,9 +6,11 @@ import copy
 import itertools
 import json
 import os
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -40,6 +42,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CONTEXT_TOKENS = 512
+VECTOR_SIZE = 4
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +69,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab_size,
         "max_position_embeddings": CONTEXT_TOKENS,
+        "hidden_size": VECTOR_SIZE,
         "eos_token_id": 1,
         "bos_token_id": 0,
     }
@@ -161,6 +165,18 @@ class Attempt:
 Script = Callable[[Attempt], Awaitable[None]]
 
 
+def vector_of(token_ids: Sequence[int]) -> list[float]:
+    """The vector that scripted workers give a text."""
+    return [float(sum(token_ids)), float(len(token_ids)), float(token_ids[-1]), 1.0]
+
+
+async def give_vector(attempt: Attempt) -> None:
+    """Computes a text at once, of which one token was cached."""
+    attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0, num_cached_tokens=1))
+    vector = vector_of(attempt.spec.prompt_token_ids)[: attempt.request.dimensions]
+    attempt.emit(worker_pb2.Embedded(vector=struct.pack(f"<{len(vector)}f", *vector)))
+
+
 async def no_hand_over(attempt: Attempt) -> None:
     """Never answers."""
 
@@ -173,6 +189,7 @@ class ScriptedWorker:
     worker_id: str
     script: Script
     on_hand_over: Script = no_hand_over
+    on_embed: Script = give_vector
     gives_word: bool = True
     """Whether it answers what became of an attempt. False: it hangs, is about to die, or is of an older version."""
     word_delay_s: float = 0.0
@@ -200,6 +217,7 @@ class ScriptedWorker:
     pool: str = ""
     region: str = ""
     pulls: bool = False
+    embeds: bool = True
     kv_bytes_per_token: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -209,6 +227,7 @@ class ScriptedWorker:
             incarnation=self.incarnation,
             handlers={
                 "admit" if self.role == "decode" else "prefill": self._take,
+                "embed": self._embed,
                 "cancel": self._cancel,
                 "drain": self._drain,
                 "pause": self._pause,
@@ -243,6 +262,7 @@ class ScriptedWorker:
             pool=self.pool,
             region=self.region,
             pulls=self.pulls,
+            embeds=self.embeds and self.role == "prefill",
             kv_bytes_per_token=self.kv_bytes_per_token,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,
@@ -269,10 +289,15 @@ class ScriptedWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _take(self, session: Session, request: Any) -> None:
+        self._begin(session, request, self.script)
+
+    async def _embed(self, session: Session, request: Any) -> None:
+        self._begin(session, request, self.on_embed)
+
+    def _begin(self, session: Session, request: Any, script: Script) -> None:
         attempt = Attempt(session, request.sequence, request, self)
         self.attempts.append(attempt)
-        task = asyncio.ensure_future(self.script(attempt))
-        self._tasks.add(task)
+        self._tasks.add(asyncio.ensure_future(script(attempt)))
 
     async def _cancel(self, session: Session, cancel: worker_pb2.Cancel) -> None:
         key = (cancel.id.request_id, cancel.id.attempt)
@@ -455,6 +480,12 @@ async def make_system(
 @pytest.fixture
 def pair_type() -> type[Pair]:
     return Pair
+
+
+@pytest.fixture
+def embeds() -> Any:
+    """What a scripted worker gives for a text (`vector_of`), and the script that does (`give_vector`)."""
+    return SimpleNamespace(vector_of=vector_of, give_vector=give_vector)
 
 
 @pytest.fixture

@@ -331,7 +331,7 @@ def test_a_bad_value_is_a_bad_request_that_names_it(client: openai.OpenAI) -> No
 
 
 def test_what_is_not_served_is_refused_in_words(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="text only"):
+    with pytest.raises(openai.BadRequestError, match="gives no embeddings"):
         client.embeddings.create(model=MODEL, input="a", encoding_format="float")
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=ASK, modalities=["text", "audio"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from protos import inference_pb2, worker_pb2
 from services.engine.cache.pages import PageAllocator
 from services.engine.cache.pool import PageLayout
 from services.engine.steps.limits import SequenceLimits
-from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.steps.step import NonFiniteLogits, PooledState, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import SYSTEM_CLOCK
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
@@ -55,7 +56,10 @@ class GatedRunner:
             self.gate.clear()
         return StepResult([self._outcome(item) for item in plan.items])
 
-    def _outcome(self, item: StepItem) -> SampledToken | NonFiniteLogits | None:
+    def _outcome(self, item: StepItem) -> SampledToken | PooledState | NonFiniteLogits | None:
+        if item.num_pooled:
+            token_ids = item.sequence.token_ids
+            return PooledState(np.array([sum(token_ids), len(token_ids)], np.float32))
         if not item.is_sampled:
             return None
         allowed = item.sequence.allowed_tokens()
@@ -106,6 +110,18 @@ class Gateway:
         )
         message = worker_pb2.Prefill(sequence=spec, decode_address="decode:1", decode_incarnation="d" * 32, pull=pull)
         self._commands.put_nowait(worker_pb2.PrefillCommand(prefill=message))
+
+    def embed(
+        self, request_id: str, prompt: list[int], *, pooling: Any = worker_pb2.POOLING_LAST, dimensions: int = 0
+    ) -> None:
+        spec = worker_pb2.SequenceSpec(
+            id=worker_pb2.AttemptId(request_id=request_id, attempt=1),
+            prompt_token_ids=prompt,
+            sampling=inference_pb2.SamplingParams(max_tokens=1, temperature=0.0, seed=1),
+            deadline_ms=30_000,
+        )
+        message = worker_pb2.Embed(sequence=spec, pooling=pooling, dimensions=dimensions, is_normalized=True)
+        self._commands.put_nowait(worker_pb2.PrefillCommand(embed=message))
 
     def cancel(self, request_id: str, *, attempt: int = 1, wants_word: bool = False) -> None:
         attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
@@ -182,7 +198,14 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
     monkeypatch.setattr("prefill_worker.kept.KEPT_S", 600.0)
     benches: list[Bench] = []
 
-    def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0, **fields: Any) -> Bench:
+    def make(
+        *,
+        chunk_tokens: int = 8,
+        max_waiting: int = 4,
+        step_timeout_s: float = 0.0,
+        embeds: bool = True,
+        **fields: Any,
+    ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
         links = FakeLinks()
@@ -205,7 +228,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         )
         worker = PrefillWorker(
             around,
-            EngineFacts(SequenceLimits(200, VOCAB_SIZE, NUM_PAGES, PAGE_SIZE), "a model"),
+            EngineFacts(SequenceLimits(200, VOCAB_SIZE, NUM_PAGES, PAGE_SIZE), "a model", embeds=embeds),
             make_engine=lambda on_report: prefill_loop(
                 cast(Any, parts), chunk_tokens=chunk_tokens, clock=SYSTEM_CLOCK, on_report=on_report
             ),

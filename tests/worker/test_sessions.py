@@ -243,6 +243,7 @@ async def test_every_payload_has_its_place(served: tuple[Worker, Any]) -> None:
         worker_pb2.Failed(),
         worker_pb2.Paused(),
         worker_pb2.Cancelled(),
+        worker_pb2.Embedded(),
         session.StepTokens([7, 9], [0, 3], [100, 200]),
     ]
     for payload in payloads[:-1]:

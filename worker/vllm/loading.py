@@ -118,6 +118,7 @@ class VllmModel:
             adapters=load_adapters(settings.adapters, core),
         )
         self.adapters = frozenset(settings.adapters)
+        self.embeds = False
         self.parallelism = Parallelism(settings.tensor_parallel)
         self.limits = SequenceLimits(
             config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size

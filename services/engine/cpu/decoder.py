@@ -1,6 +1,6 @@
 """Runs a whole decoder step in one call of the CPU kernels; `services.engine.reference.decoder` is its readable twin.
 
-Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
+Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, K hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class KernelDecoder:
         self.run(args)
         return logits
 
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
+        args, logits = self.arguments(step)
+        states = torch.empty(step.num_states, self._config.hidden_size)
+        args.num_states, args.states = step.num_states, pointer(states)
+        self.run(args)
+        return logits, states
+
     def run(self, args: StepArgs) -> None:
         """`forward` of these arguments."""
         args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)
@@ -83,7 +91,7 @@ class KernelDecoder:
     def arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
         """Returns a step as the kernels read it, and where its logits will be. The tensors must outlive it."""
         num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
-        logits = torch.empty(num_logits, self._config.vocab_size)
+        logits = torch.empty(num_logits - step.num_states, self._config.vocab_size)
         self._check_pool(step.pool_data)
         batch = step.batch
         args = StepArgs(

@@ -51,6 +51,13 @@ class TritonDecoder:
         x, residual = self.hidden(step)
         return self.logits(x, residual, step.logits_indices)
 
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
+        x, residual = self.hidden(step)
+        wanted = self._last_norm(x[step.logits_indices], residual[step.logits_indices])
+        num_logits = wanted.shape[0] - step.num_states
+        return self._weights.lm_head(wanted[:num_logits]).float(), wanted[num_logits:].float()
+
     def hidden(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Does all of `forward` before the logits: what the last block adds to the residual, and that, [T, K] each."""
         batch = step.batch
@@ -130,4 +137,7 @@ class TritonDecoder:
         return x, residual
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._weights.lm_head(add_rms_norm(x, residual, self._weights.final_norm, self.config.norm_eps))
+        return self._weights.lm_head(self._last_norm(x, residual))
+
+    def _last_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(x, residual, self._weights.final_norm, self.config.norm_eps)

@@ -111,6 +111,8 @@ class StepArgs(ctypes.Structure):
         ("rope_positions", _I64),
         ("logits", _POINTER),
         ("workspace", _POINTER),
+        ("num_states", _I64),
+        ("states", _POINTER),
     )
 
 

@@ -33,6 +33,11 @@ inline void add_in_place(E* x, const E* delta, int64_t size) {
     store_first(x + i, load_first(x + i, size - i) + load_first(delta + i, size - i), size - i);
 }
 
+template <typename E>
+inline void widen(const E* x, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += W) store_first(out + i, load_first(x + i, size - i), size - i);
+}
+
 // Rotates a head by the angles whose cosines and sines are `angles` [2][head_dim / 2]; out may be x.
 template <typename E>
 inline void rotate(const E* x, const float* angles, int64_t head_dim, E* out) {

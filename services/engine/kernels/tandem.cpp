@@ -34,8 +34,10 @@ struct Step {
   int64_t num_tokens, num_logits;
   const float* rope;  // [rope_positions][2][D / 2]
   int64_t rope_positions;
-  float* logits;    // [num_logits][vocab_size]
+  float* logits;    // [num_logits - num_states][vocab_size]
   void* workspace;  // workspace_elements() of the model's type
+  int64_t num_states;  // of the last ones of logits_indices: their hidden states are wanted, and no logits
+  float* states;       // [num_states][hidden_size]
 };
 
 enum Error { NONE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_PAGE, BAD_LOGITS_INDEX };
@@ -162,6 +164,7 @@ void run_step(const Decoder& decoder, const Step& step, Next nexts, Team team) {
     apply_linear(layer.down, activated, T, delta, team, next(DOWN));
     barrier();
   }
+  const int64_t num_logits = step.num_logits - step.num_states;
   const Range wanted = share(step.num_logits, team);
   for (int64_t i = wanted.begin; i < wanted.end; ++i) {
     const int64_t t = step.logits_indices[i];
@@ -169,9 +172,10 @@ void run_step(const Decoder& decoder, const Step& step, Next nexts, Team team) {
     std::memcpy(row, x + t * hidden, (size_t)hidden * sizeof(E));
     add_in_place(row, delta + t * hidden, hidden);
     rms_norm(row, (const E*)decoder.final_norm, hidden, decoder.norm_eps, row);
+    if (i >= num_logits) widen(row, hidden, step.states + (i - num_logits) * hidden);
   }
   barrier();
-  apply_linear(decoder.lm_head, normed, step.num_logits, step.logits, team,
+  apply_linear(decoder.lm_head, normed, num_logits, step.logits, team,
                nexts + decoder.heads.num_layers * OPERATIONS * team.size);
 }
 

@@ -5,7 +5,7 @@ the same chain of operations as on a single rank, so results are bitwise the sam
 against the usual cut, where two matrices of a layer are cut by input features, is in docs/parallelism.md.
 
 Legend: T packed tokens, N pages, H KV heads and Hq query heads (of this rank where not said otherwise), L layers,
-S slots of a page, D head_dim, V vocabulary.
+S slots of a page, D head_dim, K hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -53,10 +53,11 @@ class ShardedDecoder:
         self._math = math
         self._meeting = meeting
 
-    def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Computes this rank's part; on rank 0 it returns the wanted logits, float32 [rows, V], elsewhere nothing.
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes this rank's part; rank 0 returns the wanted logits and states, the others nothing.
 
-        Every rank must be given the same step.
+        The logits are float32 [rows, V], the states after the last norm float32 [num_states, K]. Every rank must be
+        given the same step.
         """
         config, shard, meeting, math = self._config, self._shard, self._meeting, self._math
         own_step = self._own_part(step)
@@ -81,14 +82,18 @@ class ShardedDecoder:
         found = F.embedding((step.token_ids - rows.start).clamp(0, len(rows) - 1), embedding)
         return self._meeting.choose(found.masked_fill(~is_own[:, None], 0))
 
-    def _end(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        part = None
+    def _end(self, x: torch.Tensor, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        config, num_logits = self._config, step.logits_indices.shape[0] - step.num_states
+        part = states = None
         if self._weights.lm_head is None or self._weights.final_norm is None:
             self._meeting.pass_on(x)
         else:
             wanted = self._math.norm(x[step.logits_indices], self._weights.final_norm)
-            part = self._weights.lm_head(wanted, out_dtype=torch.float32)
-        return self._meeting.bring_to_first(part, step.logits_indices.shape[0], self._config.vocab_size)
+            part = self._weights.lm_head(wanted[:num_logits], out_dtype=torch.float32)
+            columns = self._shard.rows(config.hidden_size)
+            states = wanted[num_logits:, columns.start : columns.stop].float()
+        logits = self._meeting.bring_to_first(part, num_logits, config.vocab_size)
+        return logits, self._meeting.bring_to_first(states, step.num_states, config.hidden_size)
 
     def _own_part(self, step: DecoderStep) -> DecoderStep:
         """Returns the step over pages of this rank's KV heads only.

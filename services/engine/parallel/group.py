@@ -94,17 +94,21 @@ class RankGroup:
         return PagePool(layout, num_pages, data=data)
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Computes a step on all ranks; returns the logits, float32 [rows, V].
+        """Computes a step on all ranks; returns the logits, float32 [rows, V]. Raises as `forward_with_states`."""
+        return self.forward_with_states(step)[0]
+
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, hidden].
 
         Raises InvariantViolated for a step that is wrong, before any rank begins, and WorkerLost where one has ended.
         """
         assert self._part is not None, "the model is loaded first"
         check_step(step, self._part.source.config)
-        message = StepMessage(step.token_ids, step.positions, step.batch, step.logits_indices).encode()
+        message = StepMessage(step.token_ids, step.positions, step.batch, step.logits_indices, step.num_states).encode()
         with self._explained():
             for peer in self._processes.commands:
                 send_step(peer, message)
-            return self._part.forward(step)
+            return self._part.forward_with_states(step)
 
     def close(self) -> None:
         """Ends the other ranks. May be called again."""

@@ -16,28 +16,35 @@ from services.runtime.descriptors import receive_fds
 from services.runtime.errors import WorkerLost
 
 _LENGTH = struct.Struct("<Q")
-_STEP = struct.Struct("<4Q")  # tokens, sequences, pages of a table, wanted logits
+_STEP = struct.Struct("<5Q")  # tokens, sequences, pages of a table, wanted logits and states, states
 MAX_OBJECT_BYTES = 64 << 20
 
 
 class StepMessage:
     """The inputs of a step as `Model.forward` takes them, but the pool and the rope, which each rank has."""
 
-    __slots__ = ("batch", "logits_indices", "positions", "token_ids")
+    __slots__ = ("batch", "logits_indices", "num_states", "positions", "token_ids")
 
     def __init__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logits_indices: torch.Tensor,
+        num_states: int = 0,
     ) -> None:
         self.token_ids = token_ids
         self.positions = positions
         self.batch = batch
         self.logits_indices = logits_indices
+        self.num_states = num_states
 
     def encode(self) -> bytes:
         """Returns the message; 8-byte numbers come first, so that all arrays are aligned where they arrive."""
         batch = self.batch
         tables = batch.page_tables
-        head = _STEP.pack(self.token_ids.shape[0], tables.shape[0], tables.shape[1], self.logits_indices.shape[0])
+        num_wanted = self.logits_indices.shape[0]
+        head = _STEP.pack(self.token_ids.shape[0], *tables.shape, num_wanted, self.num_states)
         wide = (self.token_ids, self.positions, batch.slot_mapping, self.logits_indices)
         narrow = (batch.query_start, batch.context_lens, tables)
         return b"".join([head, *(tensor.cpu().numpy().tobytes() for tensor in (*wide, *narrow))])
@@ -53,8 +60,8 @@ def receive_step(peer: socket.socket) -> StepMessage | None:
     head = _receive(peer, _STEP.size)
     if head is None:
         return None
-    num_tokens, num_sequences, max_pages, num_logits = _STEP.unpack(head)
-    num_wide = 3 * num_tokens + num_logits
+    num_tokens, num_sequences, max_pages, num_wanted, num_states = _STEP.unpack(head)
+    num_wide = 3 * num_tokens + num_wanted
     num_narrow = 2 * num_sequences + 1 + num_sequences * max_pages
     content = _receive(peer, 8 * num_wide + 4 * num_narrow)
     if content is None:
@@ -67,7 +74,8 @@ def receive_step(peer: socket.socket) -> StepMessage | None:
         page_tables=narrow[2 * num_sequences + 1 :].view(num_sequences, max_pages),
         slot_mapping=wide[2 * num_tokens : 3 * num_tokens],
     )
-    return StepMessage(wide[:num_tokens], wide[num_tokens : 2 * num_tokens], batch, wide[3 * num_tokens :])
+    positions, wanted = wide[num_tokens : 2 * num_tokens], wide[3 * num_tokens :]
+    return StepMessage(wide[:num_tokens], positions, batch, wanted, num_states)
 
 
 def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -> None:

@@ -84,12 +84,20 @@ class RankPart:
         if self._pool_data is None:
             raise InvariantViolated("a rank has no pages yet")
         rope = self._rope.ensure(step.batch.longest_context)
-        self.forward(
-            DecoderStep(step.token_ids, step.positions, step.batch, self._pool_data, step.logits_indices, rope)
+        self.forward_with_states(
+            DecoderStep(
+                step.token_ids,
+                step.positions,
+                step.batch,
+                self._pool_data,
+                step.logits_indices,
+                rope,
+                step.num_states,
+            )
         )
 
-    def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Computes the rank's part of a step. Returns the logits [rows, V] on rank 0."""
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the rank's part of a step. Returns the logits [rows, V] and the wanted states on rank 0."""
         if self._decoder is None:
             raise InvariantViolated("a rank computes before it has met the others")
-        return self._decoder.forward(step)
+        return self._decoder.forward_with_states(step)

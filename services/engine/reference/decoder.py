@@ -1,6 +1,7 @@
 """The decoder of the Llama family in torch operations: what every other decoder must compute, on any device.
 
-Legend: T packed tokens, P positions, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
+Legend: T packed tokens, P positions, N pages, H KV heads, L layers, S slots of a page, D head_dim, K hidden size,
+V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from services.engine.weights.load import LayerWeights, ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class DecoderStep:
-    """The inputs of one step, as `Model.forward` takes them; `rope` is a RopeTable's data, [P, 2, D/2]."""
+    """The inputs of one step, as `Model.forward` takes them; `rope` is a RopeTable's data, [P, 2, D/2].
+
+    The last `num_states` tokens that `logits_indices` names are wanted as hidden states, and have no logits.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -25,6 +29,7 @@ class DecoderStep:
     pool_data: torch.Tensor
     logits_indices: torch.Tensor
     rope: torch.Tensor
+    num_states: int = 0
 
 
 class Decoder(Protocol):
@@ -32,6 +37,10 @@ class Decoder(Protocol):
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        ...
+
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
         ...
 
 
@@ -57,12 +66,17 @@ class TorchDecoder:
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        return self.forward_with_states(step)[0]
+
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implements Decoder."""
         x = F.embedding(step.token_ids, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             x = x + self._attend(layer, index, x, step)
             x = x + self._feed_forward(layer, x)
         wanted = self._norm(x[step.logits_indices], self._weights.final_norm)
-        return self._weights.lm_head(wanted, out_dtype=torch.float32)
+        num_logits = wanted.shape[0] - step.num_states
+        return self._weights.lm_head(wanted[:num_logits], out_dtype=torch.float32), wanted[num_logits:].float()
 
     def _attend(self, layer: LayerWeights, index: int, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
         config = self._config

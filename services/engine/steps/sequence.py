@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 from services.runtime.bounds import invalid_value
 from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import SamplingParams, check_numbers
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from services.engine.steps.step import PromptReport
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a text make its embedding: that of its last token, or the mean of all."""
 
 
 class Sampling(SamplingParams, frozen=True, kw_only=True):
@@ -89,6 +93,8 @@ class Sequence:
         "num_emitted_tokens",
         "num_prompt_tokens",
         "page_table",
+        "pooled",
+        "pooling",
         "prompt_report",
         "sampling",
         "sequence_id",
@@ -114,6 +120,10 @@ class Sequence:
         self.grammar = grammar
         self.adapter = ""
         """What the model is changed by; empty: nothing."""
+        self.pooling: Pooling | None = None
+        """How the prompt is embedded; None: it is answered. Nothing is sampled for one that is embedded."""
+        self.pooled: np.ndarray | None = None
+        """What its steps have made of its hidden states so far, float32 [hidden]; see `PooledState`."""
         self.mask_s = 0.0
         """Seconds that the grammar has taken since `take_mask_s`."""
         self.token_ids: list[int] = list(prompt_token_ids)
@@ -157,8 +167,13 @@ class Sequence:
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the prompt's tokens are to be reported, so that all of them must be computed, cached or not."""
+        """Whether the prompt's tokens are to be reported."""
         return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt must be computed, cached or not: pages hold no hidden states."""
+        return self.reports_prompt or self.pooling == "mean"
 
     def append_token(self, token_id: int) -> None:
         """Adds a chosen token. Its KV is computed by the next step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from services.engine.steps.sequence import Sequence
 from services.runtime.errors import GrammarExhausted, TandemError
 
@@ -38,6 +40,15 @@ class StepItem:
     def is_sampled(self) -> bool:
         """Whether the step gives a token for this sequence."""
         return self.wants_token and self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
+    def num_pooled(self) -> int:
+        """Tokens whose hidden states enter the embedding: all of them for a mean, otherwise the prompt's last."""
+        pooling = self.sequence.pooling
+        if pooling is None:
+            return 0
+        is_last = self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+        return self.num_scheduled_tokens if pooling == "mean" else int(is_last)
 
     @property
     def num_rows(self) -> int:
@@ -118,8 +129,18 @@ class SampledTokens:
     tokens: tuple[SampledToken, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledState:
+    """What a step and those before it made of the hidden states of a prompt that is embedded, float32 [hidden].
+
+    After the model's last norm: that of the last token, or the sum of those of all tokens so far, added in their order.
+    """
+
+    state: np.ndarray
+
+
 Outcome = SampledToken | NonFiniteLogits | None
-StepOutcome = SampledToken | SampledTokens | PromptTokens | NonFiniteLogits | None
+StepOutcome = SampledToken | SampledTokens | PromptTokens | PooledState | NonFiniteLogits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +160,7 @@ def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> O
     Until then they are kept with the sequence; what is computed once more takes the place of what was kept. Nothing
     was proposed.
     """
+    assert not isinstance(outcome, PooledState), "a prompt is embedded or answered"
     assert not isinstance(outcome, SampledTokens), "a caller that proposes tokens takes the outcome apart"
     if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
         assert not isinstance(outcome, PromptTokens)

@@ -88,13 +88,15 @@ class _Loader:
         self._read = {name for name in checkpoint.names() if name.endswith(".rotary_emb.inv_freq")}
         if config.has_tied_embeddings:
             self._read.add("lm_head.weight")
+        # Embedding models are saved without what would choose a token, and then without the name of the rest.
+        self._base = "" if "embed_tokens.weight" in checkpoint.names() else "model."
         self._read |= self._names_of_other_stages()
 
     def load(self) -> ShardWeights:
         config, shard = self._config, self._shard
         embedding = self._embedding(is_counted=True) if shard.is_first_stage else None
-        layers = tuple(self._layer(f"model.layers.{index}") for index in shard.layers(config))
-        final_norm = self._tensor("model.norm.weight", config.hidden_size) if shard.is_last_stage else None
+        layers = tuple(self._layer(f"{self._base}layers.{index}") for index in shard.layers(config))
+        final_norm = self._tensor(f"{self._base}norm.weight", config.hidden_size) if shard.is_last_stage else None
         lm_head = self._lm_head(embedding) if shard.is_last_stage else None
         unexpected = self._checkpoint.names() - self._read
         if unexpected:
@@ -107,16 +109,16 @@ class _Loader:
     def _names_of_other_stages(self) -> set[str]:
         """Returns what the readers of the tensor check."""
         own = self._shard.layers(self._config)
-        theirs = tuple(f"model.layers.{index}." for index in range(self._config.num_layers) if index not in own)
+        theirs = tuple(f"{self._base}layers.{index}." for index in range(self._config.num_layers) if index not in own)
         names = {name for name in self._checkpoint.names() if name.startswith(theirs)} if theirs else set()
         if not self._shard.is_first_stage:
-            names.add("model.embed_tokens.weight")
-        return names if self._shard.is_last_stage else names | {"model.norm.weight", "lm_head.weight"}
+            names.add(f"{self._base}embed_tokens.weight")
+        return names if self._shard.is_last_stage else names | {f"{self._base}norm.weight", "lm_head.weight"}
 
     def _embedding(self, *, is_counted: bool) -> torch.Tensor:
         shape = (self._config.vocab_size, self._config.hidden_size)
         rows = self._shard.rows(shape[0])
-        return self._tensor("model.embed_tokens.weight", *shape, rows=rows, is_counted=is_counted)
+        return self._tensor(f"{self._base}embed_tokens.weight", *shape, rows=rows, is_counted=is_counted)
 
     def _lm_head(self, embedding: torch.Tensor | None) -> Linear:
         config = self._config

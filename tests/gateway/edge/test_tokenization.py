@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from gateway.edge.http_api import VECTOR_PATHS
-
 ANSWER_TEXT = "hello world, naïve café"
 
 
@@ -147,13 +145,6 @@ async def test_tokens_come_with_their_names_in_the_vocabulary(system, tokenizer)
 async def test_tokens_of_a_model_that_is_not_there(system):
     response = await system.http.post("/tokenize", json={"model": "nope", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-
-
-@pytest.mark.parametrize("path", VECTOR_PATHS)
-async def test_what_gives_no_text_is_refused_in_words(system, path):
-    error = error_of(await system.http.post(path, json={"model": "tiny", "input": "a"}))
-    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_endpoint")
-    assert "text only" in error["message"]
 
 
 async def test_a_conversation_becomes_the_text_of_its_prompt(system, tokenizer):

@@ -86,6 +86,7 @@ LIMITS_IN_THE_DOCUMENT = {
     "MAX_MESSAGES": CHAT["messages"]["maxItems"],
     "MAX_CHOICES": CHAT["n"]["maximum"],
     "MAX_SEQUENCES": TEXT["prompt"]["anyOf"][1]["maxItems"],
+    "MAX_INPUTS": SCHEMAS["EmbeddingRequest"]["properties"]["input"]["anyOf"][1]["maxItems"],
     "MAX_STOP_TEXTS": TEXT["stop"]["anyOf"][1]["maxItems"],
     "MAX_STOP_TEXT_BYTES": TEXT["stop"]["anyOf"][0]["maxLength"],
     "MAX_STOP_TOKEN_IDS": TEXT["stop_token_ids"]["maxItems"],
@@ -278,6 +279,22 @@ async def test_a_response_and_its_events_keep_to_the_document(system):
         check(event, schema)
     counted = await system.http.post("/v1/responses/input_tokens", json={"input": "hello"})
     check(counted.json(), schema_of("/v1/responses/input_tokens"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": [1, 2], "encoding_format": "base64"}),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
+    ],
+)
+async def test_vectors_scores_and_ranks_are_as_described(system, path, body):
+    response = await system.http.post(path, json=body)
+    assert response.status_code == 200
+    check(response.json(), schema_of(path, 200))
 
 
 async def test_a_body_may_find_no_room(system, monkeypatch):

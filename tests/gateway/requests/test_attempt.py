@@ -17,6 +17,7 @@ from gateway.topology.events import (
     Cancelled,
     Declined,
     DecodeStarted,
+    Embedded,
     Emitted,
     Event,
     Failed,
@@ -225,6 +226,7 @@ EVENTS = {
     Finished: Finished("stop"),
     Failed: Failed(WorkerUnavailable("gone")),
     Cancelled: Cancelled(has_begun=True),
+    Embedded: Embedded(b""),
 }
 ANSWER = list(range(40))
 """Every worker computes the same tokens."""

@@ -1,10 +1,12 @@
 import importlib.util
 import random
+import shutil
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.engine import model as models
 from services.engine.kernels.library import Kernels
@@ -33,6 +35,18 @@ def test_prompt_logits_equal_transformers(
         ids = random_ids(length, seed=length)
         logits = run.step({length: ids})[length]
         torch.testing.assert_close(logits, reference_logits(reference(variant), ids), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied-bias", "llama-mha"])
+def test_checkpoints_of_embedding_models_are_read_whose_names_have_no_prefix(
+    checkpoint, random_ids, paged_run, tmp_path, name
+):
+    shutil.copytree(checkpoint(name), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({key.removeprefix("model."): tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    ids = random_ids(20)
+    whole, base = (paged_run(load_model(folder)).step({"a": ids})["a"] for folder in (checkpoint(name), tmp_path))
+    assert torch.equal(whole, base)
 
 
 def test_greedy_decode_equals_transformers_generate(checkpoint, reference, random_ids, paged_run, variant):

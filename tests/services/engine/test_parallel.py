@@ -23,7 +23,7 @@ from services.engine.parallel.part import RankPart
 from services.engine.reference.decoder import DecoderStep
 from services.engine.runner import ModelRunner
 from services.engine.steps.sequence import Sampling, Sequence
-from services.engine.steps.step import SampledToken, StepItem, StepPlan
+from services.engine.steps.step import PooledState, SampledToken, StepItem, StepPlan
 from services.engine.weights.checkpoint import Checkpoint
 from services.engine.weights.config import load_config
 from services.engine.weights.load import ShardWeights
@@ -64,12 +64,15 @@ class ThreadRanks:
         list(self.threads.map(lambda part: part.connect(store_path), self.parts))
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        def compute(part: RankPart) -> torch.Tensor:
-            with torch.inference_mode():
-                return part.forward(step)
+        return self.forward_with_states(step)[0]
 
-        logits, *_ = self.threads.map(compute, self.parts)
-        return logits
+    def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute(part: RankPart) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.inference_mode():
+                return part.forward_with_states(step)
+
+        given, *_ = self.threads.map(compute, self.parts)
+        return given
 
     def model(self) -> Model:
         source = self.parts[0].source
@@ -157,6 +160,24 @@ def test_pages_go_from_any_degree_to_any(
         second.num_computed_tokens += 1
         second.append_token(token.token_id)
     assert second.token_ids[len(prompt) :] == expected
+
+
+@pytest.mark.parametrize(("variant", "tensor", "pipeline"), [("llama3-gqa-tied", 2, 2), ("llama-mqa-odd", 3, 1)])
+def test_hidden_states_are_those_of_one_rank(
+    variant: str, tensor: int, pipeline: int, checkpoint: Any, thread_ranks: Any, random_ids: Any
+) -> None:
+    folder, found = checkpoint(variant), []
+    for model in (load_model(folder), thread_ranks(folder, tensor, pipeline).model()):
+        runner, items = ModelRunner(model, PagePool(layout_of(model, 8), 16)), []
+        for number, pooling in enumerate(("mean", None, "last")):
+            sequence = Sequence(number, random_ids(20 + number, seed=number), sampling=Sampling(max_tokens=1))
+            sequence.page_table, sequence.pooling = [*range(5 * number, 5 * number + 5)], pooling
+            items.append(StepItem(sequence, sequence.num_prompt_tokens, wants_token=pooling is None))
+        mean, token, last = runner.run(StepPlan(items)).outcomes
+        assert isinstance(mean, PooledState)
+        assert isinstance(last, PooledState)
+        found.append((mean.state.tobytes(), token, last.state.tobytes()))
+    assert found[0] == found[1]
 
 
 def layout_of(model: Model, page_size: int) -> PageLayout:

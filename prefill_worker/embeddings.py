@@ -1,0 +1,64 @@
+"""What becomes of the hidden states of a prompt that is embedded: its vector, with which the attempt ends."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from protos import worker_pb2
+from services.engine.steps.sequence import Pooling
+from services.engine.steps.step import NonFiniteLogits, PooledState
+from services.runtime.errors import InvalidRequest, NotOffered
+from worker.engine import ComputedChunk, PrefillReport
+
+Chunks: TypeAlias = "asyncio.Queue[tuple[PrefillReport, ComputedChunk]]"
+"""What the steps compute of a prompt, as it is reported."""
+_POOLINGS: dict[int, Pooling] = {worker_pb2.POOLING_LAST: "last", worker_pb2.POOLING_MEAN: "mean"}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWish:
+    """How a prompt is embedded: the vector has its first `dimensions` numbers, all of them if that is 0."""
+
+    pooling: Pooling
+    dimensions: int
+    is_normalized: bool
+
+    @classmethod
+    def read(cls, message: worker_pb2.Embed, *, is_offered: bool) -> "EmbeddingWish":
+        """Returns what a command asks for. Raises InvalidRequest, NotOffered where the engine gives no states."""
+        if not is_offered:
+            raise NotOffered("the engine of this worker gives no embeddings", field="model")
+        pooling = _POOLINGS.get(message.pooling)
+        if pooling is None:
+            raise InvalidRequest("pooling must be that of the last token or the mean", field="pooling")
+        return cls(pooling, message.dimensions, message.is_normalized)
+
+    async def vector_of(self, chunks: "Chunks", *, num_tokens: int) -> bytes:
+        """Waits for the last chunk of a prompt of `num_tokens`; returns its embedding, as `vector`.
+
+        Raises NonFiniteLogits, and InvalidRequest as `vector` does.
+        """
+        while True:
+            _, chunk = await chunks.get()
+            if isinstance(chunk.outcome, NonFiniteLogits):
+                raise chunk.outcome
+            if chunk.is_last:
+                assert isinstance(chunk.outcome, PooledState), "the last chunk of such a prompt is pooled"
+                return self.vector(chunk.outcome.state, num_tokens=num_tokens)
+
+    def vector(self, pooled: np.ndarray, *, num_tokens: int) -> bytes:
+        """Returns the embedding, little-endian float32, of what was pooled of a prompt of `num_tokens`, [hidden].
+
+        Raises InvalidRequest where more dimensions are asked for than the model has.
+        """
+        if self.dimensions > len(pooled):
+            raise InvalidRequest(f"dimensions must be at most {len(pooled)}", field="dimensions")
+        kept = pooled[: self.dimensions or None].astype(np.float64)
+        if self.pooling == "mean":
+            kept /= num_tokens
+        length = float(np.sqrt(kept @ kept))
+        if self.is_normalized and length > 0:
+            kept /= length
+        return kept.astype("<f4").tobytes()

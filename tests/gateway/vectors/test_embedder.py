@@ -1,0 +1,255 @@
+"""The way of texts to their vectors: places at workers, failures, limits, and what is told of them."""
+
+import asyncio
+import json
+import shutil
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos import worker_pb2
+from services.runtime.errors import Overloaded, WorkerUnavailable
+
+
+@pytest.fixture(scope="module")
+def embedding_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as sentence-transformers writes one that embeds."""
+    folder = tmp_path_factory.mktemp("embedding") / "tiny"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [2]}))
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in ("Transformer", "Normalize")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+Make = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def make_embedding(make_system: Make, embedding_model: Path, worker_type: Any) -> Make:
+    """A gateway of a model that embeds, with prefill workers that do what the scripts say; none decodes."""
+
+    async def make(*scripts: Any, **settings: Any) -> Any:
+        system = await make_system(model=embedding_model, **settings)
+        for number, script in enumerate(scripts):
+            await system.add(worker_type("prefill", f"prefill-{number}", script, on_embed=script))
+        return system
+
+    return make
+
+
+async def post(system: Any, given: Any, **members: Any) -> Any:
+    return await system.http.post("/v1/embeddings", json={"input": given, **members})
+
+
+async def test_each_text_gets_its_vector_without_a_decode_worker(embeds: Any, make_embedding: Make) -> None:
+    system = await make_embedding(embeds.give_vector)
+    texts = [[5, 6], [7], [8, 9, 10]]
+    answer = (await post(system, texts)).json()
+    assert [one["embedding"] for one in answer["data"]] == [embeds.vector_of(text) for text in texts]
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+    assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    orders = {(a.request.pooling, a.request.dimensions, a.request.is_normalized) for a in attempts(system)}
+    assert orders == {(worker_pb2.POOLING_LAST, 4, True)}
+
+
+def attempts(system: Any) -> list[Any]:
+    return [attempt for worker in system.workers.values() for attempt in worker.attempts]
+
+
+async def test_many_texts_are_spread_over_workers_a_few_at_a_time(embeds: Any, make_embedding: Make) -> None:
+    may_end = asyncio.Event()
+
+    async def held(attempt: Any) -> None:
+        await may_end.wait()
+        await embeds.give_vector(attempt)
+
+    system = await make_embedding(held, held)
+    texts = [[5] * 100 for _ in range(100)]
+    asked = asyncio.ensure_future(post(system, texts))
+    await system.until(lambda: len(attempts(system)) == 64, timeout_s=30)
+    # Nothing has ended: 64 texts of a call are on their way at most, and each worker is given some steps of work.
+    assert [len(worker.attempts) for worker in system.workers.values()] == [32, 32]
+    may_end.set()
+    answer = (await asked).json()
+    assert [one["embedding"] for one in answer["data"]] == [embeds.vector_of(text) for text in texts]
+    assert system.gateway.embedder._ahead == {}
+    members = system.gateway.topology.members()
+    assert all(member.session.books.is_empty and not member.session.num_open_attempts for member in members)
+
+
+async def test_a_worker_gets_no_more_than_keeps_it_busy(embeds: Any, make_embedding: Make) -> None:
+    may_end = asyncio.Event()
+
+    async def held(attempt: Any) -> None:
+        await may_end.wait()
+        await embeds.give_vector(attempt)
+
+    system = await make_embedding(held)
+    asked = [asyncio.ensure_future(post(system, [[5] * 409 for _ in range(30)]))]
+    await system.until(lambda: len(attempts(system)) == 10, timeout_s=30)
+    asked.append(asyncio.ensure_future(post(system, [9], service_class="interactive")))
+    await system.until(lambda: len(system.gateway.embedder._queues["tiny"]) == 21, timeout_s=30)
+    may_end.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+    # The more urgent text went before all that waited.
+    assert len(attempts(system)[10].spec.prompt_token_ids) == 1
+
+
+async def test_what_a_dead_worker_had_is_computed_by_another(embeds: Any, make_embedding: Make) -> None:
+    async def die(attempt: Any) -> None:
+        await attempt.worker.die()
+
+    system = await make_embedding(die, embeds.give_vector)
+    texts = [[5, 6], [7, 8], [9]]
+    answer = await post(system, texts)
+    assert [one["embedding"] for one in answer.json()["data"]] == [embeds.vector_of(text) for text in texts]
+    assert system.workers["prefill-0"].attempts
+    assert {attempt.key[1] for attempt in system.workers["prefill-1"].attempts} == {1, 2}
+
+
+async def test_one_that_no_worker_can_compute_fails_after_so_many_attempts(make_embedding: Make) -> None:
+    async def fail(attempt: Any) -> None:
+        attempt.fail(WorkerUnavailable("broken"))
+
+    system = await make_embedding(fail, fail, max_attempts=3)
+    answer = await post(system, [5, 6])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+    assert len(attempts(system)) == 3
+
+
+@pytest.mark.parametrize("vector", [b"", b"1234", struct.pack("<4f", 1, 2, float("nan"), 4), b"12345678901234567"])
+async def test_what_cannot_be_a_vector_is_not_passed_on(embeds: Any, make_embedding: Make, vector: bytes) -> None:
+    async def lie(attempt: Any) -> None:
+        attempt.emit(worker_pb2.Embedded(vector=vector))
+
+    system = await make_embedding(lie, embeds.give_vector)
+    for _ in range(2):  # Whichever worker is asked first.
+        answer = (await post(system, [5, 6])).json()
+        assert answer["data"][0]["embedding"] == embeds.vector_of([5, 6])
+
+
+async def test_a_worker_without_room_is_asked_again(embeds: Any, make_embedding: Make) -> None:
+    refusals = 3
+
+    async def refuse(attempt: Any) -> None:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            attempt.refuse(Overloaded("full"))
+        else:
+            await embeds.give_vector(attempt)
+
+    system = await make_embedding(refuse, max_attempts=1)
+    assert (await post(system, [5, 6])).json()["data"][0]["embedding"] == embeds.vector_of([5, 6])
+
+
+async def test_a_client_that_leaves_ends_its_texts(make_embedding: Make) -> None:
+    async def never(attempt: Any) -> None:
+        attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+
+    system = await make_embedding(never)
+    asked = asyncio.ensure_future(post(system, [[5], [6]]))
+    await system.until(lambda: len(attempts(system)) == 2, timeout_s=30)
+    asked.cancel()
+    worker = system.workers["prefill-0"]
+    await system.until(lambda: len(worker.cancelled) == 2, timeout_s=30)
+    assert system.gateway.embedder._ahead == {}
+
+
+async def test_a_deadline_ends_them(make_embedding: Make) -> None:
+    async def never(attempt: Any) -> None:
+        """Gives no vector."""
+
+    system = await make_embedding(never)
+    answer = await post(system, [5], request_timeout_ms=300)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await system.until(lambda: len(system.workers["prefill-0"].cancelled) == 1, timeout_s=30)
+
+
+async def test_without_a_worker_they_are_refused_at_once(make_embedding: Make) -> None:
+    system = await make_embedding()
+    answer = await post(system, [5])
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+
+
+async def test_engines_that_give_no_vectors_are_named(embeds: Any, make_embedding: Make, worker_type: Any) -> None:
+    system = await make_embedding()
+    await system.add(worker_type("prefill", "prefill-0", embeds.give_vector, embeds=False))
+    answer = await post(system, [5])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_offered")
+    assert attempts(system) == []
+
+
+async def test_a_model_that_was_not_trained_for_it_is_refused_by_name(make_system: Make) -> None:
+    system = await make_system()
+    answer = (await post(system, "a")).json()["error"]
+    assert (answer["code"], answer["param"]) == ("unsupported_endpoint", "model")
+    assert "--embeddings" in answer["message"]
+
+
+async def test_a_text_that_is_longer_than_workers_take_is_refused_by_name(
+    embeds: Any, make_embedding: Make, worker_type: Any
+) -> None:
+    system = await make_embedding()
+    await system.add(worker_type("prefill", "prefill-0", embeds.give_vector, max_sequence_tokens=8))
+    answer = (await post(system, [[5], [5] * 9])).json()["error"]
+    assert (answer["code"], answer["param"]) == ("context_length_exceeded", "input")
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"dimensions": 3}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"input": [[5]] * 2049}, "input"),
+        ({"input": ""}, None),
+        ({"input": [10**9]}, "input"),
+        ({"input": [5] * 600}, "input"),
+        ({"input": [[]]}, "input"),
+    ],
+)
+async def test_limits_are_told_by_field(embeds: Any, make_embedding: Make, members: Any, param: str | None) -> None:
+    system = await make_embedding(embeds.give_vector)
+    answer = await system.http.post("/v1/embeddings", json={"input": "a", **members})
+    if param is None:  # The tokenizer of this model begins every text with a token.
+        assert answer.status_code == 200
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_vectors_are_cut_to_what_the_checkpoint_allows(embeds: Any, make_embedding: Make) -> None:
+    system = await make_embedding(embeds.give_vector)
+    answer = (await post(system, [5, 6], dimensions=2)).json()
+    assert answer["data"][0]["embedding"] == embeds.vector_of([5, 6])[:2]
+    assert attempts(system)[0].request.is_normalized
+
+
+async def test_a_call_has_one_line_and_counts_for_its_model(embeds: Any, make_embedding: Make, caplog: Any) -> None:
+    system = await make_embedding(embeds.give_vector)
+    caplog.set_level("INFO", logger="gateway.observability.request_log")
+    answer = await post(system, [[5, 6], [7]])
+    (line,) = [record for record in caplog.records if record.getMessage() == "request"]
+    assert line.request_id == answer.headers["x-request-id"]
+    told = (line.outcome, line.prompt_tokens, line.cached_tokens, line.generated_tokens, line.answers, line.workers)
+    assert told == ("finished", 3, 2, 0, 2, ["prefill-0"])
+    text = (await system.http.get("/metrics")).text
+    (counted,) = [line for line in text.splitlines() if line.startswith("tandem_prompt_tokens_total{")]
+    assert counted.endswith(" 3.0")
+    await system.until(lambda: not system.gateway.requests.num_queued)
+
+
+async def test_a_gateway_that_leaves_answers_what_still_runs(make_embedding: Make) -> None:
+    async def never(attempt: Any) -> None:
+        """Gives no vector."""
+
+    system = await make_embedding(never)
+    asked = asyncio.ensure_future(post(system, [[5], [6]]))
+    await system.until(lambda: len(attempts(system)) == 2, timeout_s=30)
+    await system.gateway.stop()
+    answer = await asked
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the gateway is leaving")
