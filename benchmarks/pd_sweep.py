@@ -1,6 +1,6 @@
 """How a fixed number of workers is best split: Mooncake's conversation trace over every P:D of 16 workers.
 
-    python benchmarks/pd_sweep.py [--workers 16] [--prefill P …] [--limit N] [--svg FILE]
+    python benchmarks/pd_sweep.py [--workers 16] [--prefill P …] [--limit N] [--pulls] [--svg FILE]
 
 Prints a row for each split, then how many answer tokens the simulator has computed in a second of one core. Too few
 prefill workers let prompts queue, too few decode workers let pages run out: a plateau between two cliffs.
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--pulls", action="store_true", help="prefill workers fetch prefixes")
     parser.add_argument("--svg", type=Path)
     settings = parser.parse_args()
     trace = compressed(read_trace(TRACE), speed=settings.speed, limit=settings.limit)
@@ -60,6 +61,7 @@ def main() -> None:
             max_waiting=100_000,
             # No decode worker computes a prompt: the roles are to be seen apart.
             routing=RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0)),
+            pulls_prefixes=settings.pulls,
         )
         began_s = time.process_time()
         run = simulate(trace, spec, "hybrid")

@@ -194,6 +194,23 @@ async def test_the_same_holds_over_grpc(make, worker_type):
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_a_tenant_elsewhere_is_refused_over_grpc_before_its_message_is_read(make, worker_type):
+    system = await make("us")
+    _, us = await two_regions(system, worker_type)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        pairs = [("authorization", shows("held")["authorization"])]
+        words = r"held to the region eu \(residency of tenant held\), and this gateway is in the region us"
+        for call in (
+            stub.Tokenize(inference_pb2.TokenizeRequest(text="hi"), metadata=pairs),
+            stub.Resume(inference_pb2.ResumeRequest(request_id="x"), metadata=pairs).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert us.prompts == []
+
+
 async def test_a_named_answer_is_not_taken_over_by_a_gateway_elsewhere(make, worker_type):
     system, other = await make(), await make("us")
     eu, us = await two_regions(system, worker_type)
