@@ -7,6 +7,7 @@ and neither HTTP nor protobuf.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from array import array
@@ -18,9 +19,11 @@ from gateway.models.embedding import EmbeddingRule
 from gateway.observability.metrics import Metrics
 from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
+from gateway.requests.dispatch import audience_of
 from gateway.requests.failover import TRY_AGAIN, reason_of
 from gateway.requests.fan_out import all_of
 from gateway.requests.lifecycle import Requests
+from gateway.requests.placing import held_to
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue
 from gateway.topology.events import (
@@ -45,9 +48,7 @@ from services.runtime.errors import (
     TandemError,
     WorkerUnavailable,
 )
-from services.runtime.page_keys import sharers
 from services.scheduling.entry import QueueEntry, ServiceClass
-from services.scheduling.pools import Audience
 
 OPERATION = "embeddings"
 MAX_VECTOR_BYTES = 16 * 2**20
@@ -181,7 +182,8 @@ class Embedder:
                     self._metrics.note_retry(reason_of(failure))
 
     def _choice(self, spec: AnswerSpec, tried: Set[str] = frozenset()) -> "_Choice":
-        return _Choice(self._topology, self._requests, spec, tried, self._ahead)
+        far_s = functools.partial(self._policies.router.settings.far_s, self._policies.region)
+        return _Choice(self._topology, self._requests, spec, tried, self._ahead, far_s=far_s)
 
     async def _place(self, spec: AnswerSpec, tried: Set[str], *, was_refused: bool) -> "_Place":
         """Returns a place at a worker, at once or after waiting. Raises Overloaded, WorkerUnavailable, NotOffered."""
@@ -246,9 +248,7 @@ class Embedder:
                     eos_token_ids=(),
                     deadline=spec.deadline,
                     trace=None,
-                    cache_salt=sharers(
-                        tenant=facts.tenant, group=facts.share_cache, salt=facts.cache_salt, adapter=facts.adapter
-                    ),
+                    cache_salt=facts.sharers,
                     service_class=ServiceClass.from_name(facts.service_class),
                     adapter=facts.adapter,
                     vector=order,
@@ -327,10 +327,20 @@ class _Place:
 
 
 class _Choice:
-    """The workers that one text may go to. `tried` have failed it; `ahead` is what each was given."""
+    """The workers that one text may go to. `tried` have failed it; `ahead` is what each was given.
+
+    `far_s` gives the seconds to a region.
+    """
 
     def __init__(
-        self, topology: Topology, requests: Requests, spec: AnswerSpec, tried: Set[str], ahead: Counter[str]
+        self,
+        topology: Topology,
+        requests: Requests,
+        spec: AnswerSpec,
+        tried: Set[str],
+        ahead: Counter[str],
+        *,
+        far_s: Callable[[str], float],
     ) -> None:
         facts = spec.facts
         self._topology = topology
@@ -342,7 +352,8 @@ class _Choice:
         self._class = ServiceClass.from_name(facts.service_class)
         pool = topology.pools.of(facts.service_class, self._num_tokens)
         assert pool is not None, "the length of the prompt is known"
-        self._audience = Audience(facts.tenant, pool)
+        self._audience = audience_of(facts, pool)
+        self._far_s = far_s
         self.lane = topology.lane_of(spec.model, self._audience)
         self.prompt = (int(self._class), self._num_tokens)
 
@@ -387,7 +398,7 @@ class _Choice:
             with_room,
             key=lambda view: (
                 view.incarnation in self._tried,
-                view.prefill_speed.time_s(view.waiting_tokens + self._num_tokens),
+                self._far_s(view.region) + view.prefill_speed.time_s(view.waiting_tokens + self._num_tokens),
             ),
         )
         with contextlib.suppress(WorkerUnavailable):
@@ -409,7 +420,8 @@ class _Choice:
             )
         if records and not embedding:
             return NotOffered("the engine of the model's prefill workers gives no embeddings", field="model")
-        return WorkerUnavailable("no prefill worker is ready", retry_after_s=NO_WORKER_RETRY_S)
+        what = f"no prefill worker is ready{held_to(self._spec)}"
+        return WorkerUnavailable(what, retry_after_s=NO_WORKER_RETRY_S)
 
     def _has_room(self, incarnation: str) -> bool:
         ahead = self._ahead.get(incarnation, 0)

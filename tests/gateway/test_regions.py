@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 
 import grpc
 import pytest
@@ -288,6 +289,32 @@ async def test_a_response_in_the_background_is_generated_by_a_gateway_of_its_reg
     await here.until(lambda: here.gateway.topology.num_ready("decode") == 2, timeout_s=30)
     await here.until(lambda: len(long_prompts(eu)) == 3, timeout_s=60)
     assert long_prompts(us) == []
+
+
+async def test_texts_are_embedded_in_the_region_only(make, worker_type):
+    system = await make(embeddings="on")
+
+    async def embed(attempt):
+        attempt.emit(worker_pb2.Embedded(vector=struct.pack("<4f", 1, 0, 0, 0)))
+
+    for region in ("us", "eu"):
+        await system.add(worker_type("prefill", f"prefill-{region}", embed, on_embed=embed, region=region))
+
+    async def ask_vector(tenant, residency=None):
+        asked = {"model": "tiny", "input": "hello"}
+        return await system.http.post("/v1/embeddings", json=asked, headers=shows(tenant, residency=residency))
+
+    for tenant, residency in (("held", None), ("free", "eu"), ("free", None)):
+        answer = await ask_vector(tenant, residency)
+        assert answer.status_code == 200, answer.text
+    at_eu, at_us = (system.workers[f"prefill-{region}"].attempts for region in ("eu", "us"))
+    assert (len(at_eu), len(at_us)) == (3, 0), "home is nearer"
+    assert len({attempt.spec.cache_salt for attempt in at_eu}) == 3
+    await system.workers["prefill-eu"].stop()
+    await system.until(lambda: system.gateway.topology.num_ready("prefill") == 1, timeout_s=30)
+    assert (await ask_vector("free")).status_code == 200
+    refused = await ask_vector("held")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, f"no prefill worker is ready{HELD}")
 
 
 def long_prompts(script):
