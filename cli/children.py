@@ -21,9 +21,10 @@ from gateway.models.catalog_file import ModelEntry, read_models_file
 from planning.autoscaler.config import AutoscalerConfig
 from prefill_worker.config import PrefillWorkerConfig
 from services.runtime import last_words, service_manager
-from services.runtime.adapters import check_adapters, write_adapters
+from services.runtime.adapters import check_adapters, write_folders
 from services.runtime.config import all_settings_of, settings_of
 from services.runtime.engines import VLLM
+from services.runtime.errors import ConfigError
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
 ROLES: tuple[str, ...] = ("prefill", "decode")
@@ -35,6 +36,8 @@ START_UP_S = 20.0
 GATEWAY_NICENESS = -10
 """Workers compute whenever they have work, and the gateway, which needs little, would answer late behind them. It goes
 first where it may; workers do not go last, since they would then get nothing beside any other program."""
+SHARED_DRAIN_S = 30.0
+"""What answers get to end where another model waits for their worker; they continue when it is theirs again."""
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[1]
 MAX_LABEL_CHARS = 40
@@ -64,7 +67,7 @@ class Addresses:
     decisions: Path | None = None
     """File of the autoscaler's decisions."""
     roles: Path | None = None
-    """Folder of the files that say which workers have another role than their first."""
+    """Folder of the files that say which workers have another role, or another model, than their first."""
     expected: Path | None = None
     """File of the numbers of workers that there are to be, which change while the gateway runs."""
     workers_at: Mapping[str, str] = field(default_factory=lambda: {"host": WORKER_HOST, "advertise_host": WORKER_HOST})
@@ -105,11 +108,19 @@ class ModelPlan:
     python: str = sys.executable
     lora: Mapping[str, Path] = field(default_factory=dict)
     """The folder of each of its adapters by name."""
+    sharers: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of other models that have the same workers by turns, by name."""
 
     @property
-    def can_change_roles(self) -> bool:
-        """Whether its workers change their roles while they run."""
-        return self.engine != VLLM
+    def fixed(self) -> str:
+        """Why its workers cannot change their roles; empty: they can."""
+        if self.engine == VLLM:
+            return "computes with vLLM, which is loaded for one role"
+        return f"has one of the models {', '.join((self.name, *self.sharers))} at a time" if self.sharers else ""
+
+    def group(self, number: int) -> str:
+        """The name of the workers that change their model together with the one of this number: one decodes."""
+        return f"{self.label}-{number % max(1, self.num_decode)}"
 
     def worker_name(self, role: str, number: int) -> str:
         """The name of the worker of this number that begins in a role, whatever becomes of it."""
@@ -126,6 +137,13 @@ def role_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.role"
 
 
+def model_file(folder: Path | None, group: str) -> Path:
+    """Where workers that change their model together read which one they are to have. Raises ConfigError."""
+    if folder is None:
+        raise ConfigError("models that share workers are served by `tandem up`, which says which one is awake")
+    return folder / f"{group}.model"
+
+
 def model_plans(settings: UpSettings) -> list[ModelPlan]:
     """All models to serve, in order. Raises ConfigError for the models file."""
     if settings.models is None:
@@ -133,9 +151,18 @@ def model_plans(settings: UpSettings) -> list[ModelPlan]:
         name, path, lora = settings.served_name, settings.model, settings.decode_worker.lora or {}
         return [ModelPlan(name, path, settings.prefill, settings.decode, engine, lora=lora)]
     plans: list[ModelPlan] = []
+    shares: dict[str, int] = {}
     for entry in read_models_file(settings.models):
+        if entry.share in shares:
+            at = shares[entry.share]
+            plans[at] = replace(plans[at], sharers={**plans[at].sharers, entry.name: entry.path})
+            continue
+        if entry.share:
+            shares[entry.share] = len(plans)
         taken = {plan.label for plan in plans}
         engine = entry.engine or settings.decode_worker.engine
+        if entry.share and engine == VLLM:
+            raise ConfigError(f"{entry.name} shares workers, but --engine is vllm, which keeps its model: give native")
         check_adapters(entry.lora, engine=engine)
         plans.append(
             ModelPlan(
@@ -168,19 +195,22 @@ def worker_specs(
     for plan in plans:
         for role, count in zip(ROLES, (plan.num_prefill, plan.num_decode), strict=True):
             module, config = (
-                ("dual_worker", DualWorkerConfig) if plan.can_change_roles else (f"{role}_worker", WORKERS[role])
+                ("dual_worker", DualWorkerConfig) if plan.engine != VLLM else (f"{role}_worker", WORKERS[role])
             )
             for number in range(count):
                 gpu = next(gpu_shares)
                 name = plan.worker_name(role, number)
                 texts = {
+                    **({"drain_timeout": SHARED_DRAIN_S} if plan.sharers else {}),
                     **settings.worker_texts(role),
                     **_core_texts(settings, next(shares)),
                     "id": name,
                     "role": role,
-                    "role_file": None if addresses.roles is None else role_file(addresses.roles, name),
+                    "role_file": None if addresses.roles is None or plan.fixed else role_file(addresses.roles, name),
+                    "other_models": write_folders(plan.sharers) or None,
+                    "model_file": model_file(addresses.roles, plan.group(number)) if plan.sharers else None,
                     "engine": plan.engine,
-                    "lora": write_adapters(plan.lora) or None,
+                    "lora": write_folders(plan.lora) or None,
                     "model": plan.path,
                     "model_name": plan.name,
                     "redis": addresses.redis_url,
@@ -213,6 +243,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         "grpc_port": addresses.grpc_port,
         "starter_key_digest": addresses.starter_key_digest,
         "drain_s": settings.stop_grace,
+        "model_files": None if one_model else addresses.roles,
         "linger_s": 0,  # no other gateway exists to which requests could go
         "nice": GATEWAY_NICENESS,
     }

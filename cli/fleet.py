@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cli.children import AUTOSCALER, GATEWAY, ROLES, ChildSpec, ModelPlan, first_role, role_file
+from cli.children import AUTOSCALER, GATEWAY, ROLES, ChildSpec, ModelPlan, first_role, model_file, role_file
 from cli.restarts import Phase
 from cli.supervisor import Supervisor
 from services.runtime.errors import ConfigError
@@ -52,7 +52,7 @@ class Fleet:
         """Workers of the plans that are not to run, though later ones of their first role are."""
         self._changing: set[str] = set()
         self._is_closed = False
-        for file in roles.glob(role_file(roles, "*").name):
+        for file in (*roles.glob(role_file(roles, "*").name), *roles.glob(model_file(roles, "*").name)):
             file.unlink()  # an earlier run's
 
     def children(self) -> list[dict[str, Any]]:
@@ -85,6 +85,10 @@ class Fleet:
         """
         index = self._index(model)
         plan = self._plans[index]
+        if plan.sharers:
+            raise ConfigError(
+                f"the workers of {plan.name} are shared by models: the models file says how many there are"
+            )
         has = self._sizes(plan)
         more = {
             role: 0 if wanted is None else wanted - has[role]
@@ -94,7 +98,7 @@ class Fleet:
         drained: list[str] = []
         for role, other in (ROLES, ROLES[::-1]):
             newest_first = self._newest_first(plan, role)
-            num = max(0, min(-more[role], more[other])) if plan.can_change_roles else 0
+            num = max(0, min(-more[role], more[other])) if not plan.fixed else 0
             for name in newest_first[:num]:
                 self._set_role(name, other)
             changed |= dict.fromkeys(newest_first[:num], other)
@@ -127,8 +131,8 @@ class Fleet:
         plan = next((plan for plan in self._plans if name in self._members(plan)), None)
         if plan is None or self._supervisor.children[name].state.phase is Phase.STOPPING:
             raise ConfigError(f"{name} is ending")
-        if not plan.can_change_roles:
-            raise ConfigError(f"{name} computes with vLLM, which is loaded for one role: it cannot change it")
+        if plan.fixed:
+            raise ConfigError(f"{name} {plan.fixed}: it cannot change its role")
         if name in self._changing:
             raise ConfigError(f"{name} is changing its role: wait until it has")
         before = self._role_of(name)
@@ -225,6 +229,8 @@ class Fleet:
 
     def _index(self, model: str | None) -> int:
         names = [plan.name for plan in self._plans]
+        for plan in self._plans:
+            model = plan.name if model in plan.sharers else model
         if model is None and len(names) > 1:
             raise ConfigError(f"several models are served, so --model must name one of {', '.join(names)}")
         if model is not None and model not in names:

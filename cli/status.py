@@ -64,6 +64,7 @@ def table(cluster: Mapping[str, Any]) -> str:
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
+    lines += _turn_lines(cluster.get("turns") or {})
     lines += _pool_lines(cluster.get("pools", ()), workers)
     lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
     return "\n".join(lines) + "\n"
@@ -91,6 +92,16 @@ def _state(worker: Mapping[str, Any]) -> str:
     """The worker's state, and that of its circuit where it is not closed, in the words of `tandem top`."""
     state, circuit = worker.get("state", "-"), worker.get("circuit")
     return f"{state}, circuit {circuit['state']}" if circuit else str(state)
+
+
+def _turn_lines(turns: Mapping[str, Any]) -> list[str]:
+    """A line for the models that share workers: which of them is awake, and what a switch takes."""
+    models, switch_s = turns.get("models") or {}, turns.get("switch_s") or {}
+    if not models:
+        return []
+    states = ", ".join(f"{name} {str(state).replace('_', ' ')}" for name, state in models.items())
+    times = ", ".join(f"{seconds:g} s from {origin}" for origin, seconds in switch_s.items())
+    return [f"by turns  {states}; a switch takes {times}"]
 
 
 def _pool_lines(pools: Sequence[Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> list[str]:

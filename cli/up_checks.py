@@ -34,8 +34,11 @@ def checked(plan: ModelPlan) -> ModelPlan:
     if plan.engine == VLLM:
         return replace(plan, python=interpreter_with_vllm(SOURCE_ROOT))
     extras.check("worker")
-    load_config(plan.path)
-    return plan
+    sharers = {name: local_model(path) for name, path in plan.sharers.items()}
+    for path in (plan.path, *sharers.values()):
+        read_model_files(path)
+        load_config(path)
+    return replace(plan, sharers=sharers)
 
 
 def check_certificate(settings: UpSettings, roles: Iterable[str]) -> None:

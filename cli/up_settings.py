@@ -59,6 +59,11 @@ class UpSettings:
         integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
     )
     decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
+    models_asleep: int = option(
+        integer(0, 64),
+        default=1,
+        help="Models whose weights stay in memory while another one that shares their workers is served.",
+    )
     autoscale: tuple[int, int] | None = option(
         span(1),
         default=None,
@@ -128,7 +133,7 @@ class UpSettings:
 
         All workers show the gateway's certificate where a CA is given; otherwise TLS is for clients only.
         """
-        texts = dict(self.services)
+        texts = {**self.services, "models_asleep": str(self.models_asleep)}
         if "tls_ca" not in texts:
             texts = {name: value for name, value in texts.items() if name not in ("tls_cert", "tls_key")}
         degree = self.prefill_tensor_parallel if role == "prefill" else self.decode_tensor_parallel

@@ -13,6 +13,7 @@ from kv_transfer.prefixes import SERVICE_NAME as PREFIXES_SERVICE_NAME
 from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
+from services.engine.model import EngineWeights
 from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.speculation.draft import load_draft
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
@@ -26,11 +27,11 @@ SERVICE_NAME = "tandem.v1.DecodeWorker"
 MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 
-def load(settings: DecodeWorkerConfig) -> LoadedModel:
-    """Loads the model with the engine that the settings name."""
+def load(settings: DecodeWorkerConfig, kept: EngineWeights | None = None) -> LoadedModel:
+    """Loads the model with the engine that the settings name, from its kept weights where these are given."""
     if settings.engine == VLLM:
         return load_vllm(VllmSettings.of(settings, max_batch=settings.max_batch))
-    return load_rehearsed_engine(**settings.engine_settings())
+    return load_rehearsed_engine(kept=kept, **settings.engine_settings())
 
 
 def engine(

@@ -10,8 +10,7 @@ from dual_worker.config import DualWorkerConfig
 from prefill_worker.role import PREFILL
 from services.runtime import config, process
 from worker.role import AnyRole
-from worker.role_change import Roles
-from worker.startup import run_roles
+from worker.startup import run_lives
 
 
 def main() -> None:
@@ -20,7 +19,14 @@ def main() -> None:
     roles: list[AnyRole] = [PREFILL, DECODE]
     if settings.role == DECODE.name:
         roles.reverse()
-    run_roles(settings, Roles(roles, settings.role_file))
+    run_lives(
+        settings,
+        roles,
+        role_file=settings.role_file,
+        other_models=settings.other_models,
+        model_file=settings.model_file,
+        max_asleep=settings.models_asleep,
+    )
 
 
 if __name__ == "__main__":

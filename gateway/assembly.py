@@ -154,6 +154,8 @@ class Gateway:
         return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
 
     def _has_workers(self, model: str) -> bool:
+        if self.requests.turns.can_wake(model):
+            return True
         if self.topology.num_ready("decode", model) < self._config.min_decode:
             return False
         return self.topology.num_ready("prefill", model) >= self._min_prefill[model]

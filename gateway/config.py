@@ -9,7 +9,7 @@ from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.cluster.memory import StorageBounds
 from services.hub.source import model_source, served_name
-from services.runtime.adapters import adapters
+from services.runtime.adapters import folders_by_name
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
@@ -54,7 +54,7 @@ class GatewayConfig:
         help="Name of the model in requests; the folder's name if not given.",
     )
     lora: Mapping[str, Path] | None = option(
-        adapters(),
+        folders_by_name(),
         default=None,
         help="LoRA adapters of the model, which clients ask for by their names. Its workers need the same setting, and "
         "read the folders.",
@@ -242,6 +242,17 @@ class GatewayConfig:
     )
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to continue an answer, in seconds."
+    )
+    model_files: Path | None = option(
+        path(),
+        default=None,
+        help="Folder of the files that say which of the models that share workers these are to have: the --model-file "
+        "of workers. Not given: this gateway does not decide it.",
+    )
+    model_turn_s: float = option(
+        number(0, 86_400),
+        default=10.0,
+        help="How long a model that shares workers keeps them, at least, while it has requests and another one waits.",
     )
     rebalance: bool = option(
         flag(),

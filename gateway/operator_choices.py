@@ -57,6 +57,8 @@ def policies(config: GatewayConfig) -> Policies:
         max_queue_wait_s=config.max_queue_wait_s,
         pulls_prefixes=config.pull_prefixes,
         rebalances=config.rebalance,
+        model_files=config.model_files,
+        turn_s=config.model_turn_s,
     )
 
 

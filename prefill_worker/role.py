@@ -10,6 +10,7 @@ from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.engine.engine import EngineParts
+from services.engine.model import EngineWeights
 from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.engines import VLLM
@@ -23,11 +24,11 @@ MAX_PROMPTS = 64
 """Most prompts that vLLM computes in a step."""
 
 
-def load(settings: PrefillWorkerConfig) -> LoadedModel:
-    """Loads the model with the engine that the settings name."""
+def load(settings: PrefillWorkerConfig, kept: EngineWeights | None = None) -> LoadedModel:
+    """Loads the model with the engine that the settings name, from its kept weights where these are given."""
     if settings.engine == VLLM:
         return load_vllm(VllmSettings.of(settings, max_batch=MAX_PROMPTS))
-    return load_rehearsed_engine(**settings.engine_settings())
+    return load_rehearsed_engine(kept=kept, **settings.engine_settings())
 
 
 def engine(

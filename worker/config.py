@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.hub.source import model_source, served_name
-from services.runtime.adapters import adapters, check_adapters
+from services.runtime.adapters import check_adapters, folders_by_name
 from services.runtime.addresses import check_dialled, is_loopback, join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
@@ -138,7 +138,7 @@ class WorkerConfig:
         help="What computes the model: this project's engine, or vLLM, which must be installed (make install-vllm).",
     )
     lora: Mapping[str, Path] | None = option(
-        adapters(),
+        folders_by_name(),
         default=None,
         help="LoRA adapters that requests can name instead of the model, with --engine vllm; its gateways and all its "
         "workers need the same.",

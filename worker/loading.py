@@ -14,6 +14,14 @@ from services.runtime.errors import TandemError
 from services.runtime.identity import AnswerIdentity
 
 
+class KeptWeights(Protocol):
+    """The weights of a model without its pages, from which its role loads it again."""
+
+    def close(self) -> None:
+        """Stops handing them out to other processes. May be called again."""
+        ...
+
+
 class LoadedModel(Protocol):
     """A model in memory, with the pages that handoffs read and write."""
 
@@ -65,6 +73,11 @@ class LoadedModel(Protocol):
     @property
     def embeds(self) -> bool:
         """Whether it gives the hidden states of prompts."""
+        ...
+
+    @property
+    def weights(self) -> KeptWeights | None:
+        """What may stay in memory while another model is served; None: nothing."""
         ...
 
     @property

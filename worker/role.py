@@ -140,15 +140,15 @@ RoleName = Literal["prefill", "decode"]
 class Role(Generic[C, R, E]):
     """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made.
 
-    `load` loads the settings' model, and `engine` returns what makes the role's engine from a loaded one, for whatever
-    takes its reports; both away from the event loop. They raise ModelError or ConfigError, and making the engine raises
-    ConfigError where memory that it needs cannot be had.
+    `load` loads the settings' model, from its kept weights where these are given, and `engine` returns what makes the
+    role's engine from a loaded one, for whatever takes its reports; both away from the event loop. They raise
+    ModelError or ConfigError, and making the engine raises ConfigError where memory that it needs cannot be had.
     """
 
     name: RoleName
     settings: type[C]
     services: Sequence[str]
-    load: Callable[[C], LoadedModel]
+    load: Callable[[C, Any], LoadedModel]
     engine: Callable[[C, Any], Callable[[Callable[[R], None]], E]]
     make: Callable[[Common[C, R, E]], Made]
 

@@ -1,7 +1,7 @@
-"""Starts a worker: lease, model, then a life in each of its roles: engine, server; until it is told to leave.
+"""Starts a worker: lease, model, then one life after the other: engine, server; until it is told to leave.
 
-Model and pages outlive a role; the worker, its incarnation and all that others know of it do not. Knows no role by
-name: a worker package says in a `Role` what its own part is made of.
+Model and pages outlive a role; the worker, its incarnation and all that others know of it do not. Where another model
+is wanted, the pages go too. Knows no role by name: a worker package says in a `Role` what its own part is made of.
 """
 
 import asyncio
@@ -10,27 +10,29 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.hub.models import with_local_model
+from services.hub.source import served_name
 from services.runtime import config, rpc, service_manager
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import ConfigError, ModelError
 from services.runtime.identity import AnswerIdentity
-from services.runtime.model_facts import ModelFacts, read_model_facts
 from services.runtime.model_size import start_budget_s, weight_bytes
 from services.runtime.worker_state import WorkerState
-from services.structured.grammar import grammar_library
 from worker.config import WorkerConfig
 from worker.gpu import GpuWatch, watch_gpu
 from worker.host import load_or_stop, run_service, serve_until_drained, take_role, worker_identity
 from worker.loading import LoadedModel
 from worker.metrics import WorkerMetrics
+from worker.models import Models
 from worker.role import AnyRole, Common, Role
-from worker.role_change import LOOK_S, RoleChange, Roles
+from worker.role_change import LOOK_S, Life, LifeChange, Lives, Wish, note_refused
 from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
@@ -41,15 +43,34 @@ MakeEngine = Callable[[Callable[[Any], None]], Any]
 
 
 def run(role: Role[C, Any, Any]) -> None:
-    """Runs a worker that keeps its role, with the settings of the command line."""
-    run_roles(config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker"), Roles([role]))
+    """Runs a worker that keeps its role and its model, with the settings of the command line."""
+    run_lives(config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker"), [role])
 
 
-def run_roles(settings: WorkerConfig, roles: Roles) -> None:
-    """Runs a worker process, which has one of its roles after the other."""
+def run_lives(
+    settings: WorkerConfig,
+    roles: Sequence[AnyRole],
+    *,
+    role_file: Path | None = None,
+    other_models: Mapping[str, Path] | None = None,
+    model_file: Path | None = None,
+    max_asleep: int = 0,
+) -> None:
+    """Runs a worker process, which has one of its roles and one of its models at a time.
+
+    They are the first role and the settings' model, unless the files name others. The weights of up to `max_asleep`
+    models stay in memory beside those of the present one.
+    """
     settings = with_local_model(settings)
-    role = roles.wanted
-    run_service(settings, role.name, functools.partial(_serve, roles, role))
+    name = settings.model_name or served_name(settings.model)
+    folders = {name: settings.model, **(other_models or {})}
+    lives = Lives(
+        Wish({role.name: role for role in roles}, role_file),
+        Wish({model: model for model in folders}, model_file),
+    )
+    models = Models(settings, folders, max_asleep=max_asleep)
+    life = lives.wanted
+    run_service(settings, life.role.name, functools.partial(_serve, lives, life, models))
 
 
 @dataclass(slots=True)
@@ -57,30 +78,82 @@ class _Process:
     """What a worker process has, whatever its role is, and the engines of roles that it can have at once."""
 
     settings: WorkerConfig
-    model: LoadedModel
-    identity: AnswerIdentity
-    facts: ModelFacts
+    models: Models
     gpu: GpuWatch | None
     lease: WorkerLease | None
     publisher: PrefixPublisher | None
     engines: dict[str, MakeEngine] = field(default_factory=dict)
 
-    async def prepare(self, role: AnyRole) -> None:
-        """Does what a role needs and what may fail, while another one is served. Raises ConfigError or ModelError.
+    async def prepare(self, wanted: Life) -> None:
+        """Does what a life needs and what may fail, while another one is served. Raises ConfigError or ModelError.
 
-        Waits until Redis holds the record: through it gateways find the worker in its new role.
+        Waits until Redis holds the record: through it gateways find the worker in its new life. Another model is not
+        loaded yet, as there may be no room for it.
         """
         while self.lease is not None and not self.lease.is_held:  # noqa: ASYNC110 - a thread's, no event
             await asyncio.sleep(LOOK_S)
-        worker_identity(self.settings, role=role.name)
-        self.engines[role.name] = await asyncio.to_thread(role.engine, self.settings, self.model)
+        worker_identity(self.settings, role=wanted.role.name)
+        if wanted.model == self.models.awake.name:
+            role, awake = wanted.role, self.models.awake
+            self.engines[role.name] = await asyncio.to_thread(role.engine, awake.settings, awake.loaded)
+        else:
+            await asyncio.to_thread(self.models.check, wanted.model)
 
-    def begin_life(self, role: AnyRole) -> str:
+    async def change(self, present: Life, wanted: Life, stop: asyncio.Event) -> tuple[Life, str]:
+        """Gives the process another life; returns it, and its incarnation. It may be the present one, anew.
+
+        Raises ConfigError or ModelError where the process can be neither.
+        """
+        if wanted.model == present.model and wanted.role.name not in self.engines:
+            await self.prepare(wanted)
+        # The last life's engine goes before the next one's comes: each may have a lot of the host's memory.
+        gc.unfreeze()
+        gc.collect()
+        await asyncio.to_thread(take_role, self.settings, wanted.role.name)
+        incarnation = self.begin_life(wanted)
+        if wanted.model == present.model:
+            return wanted, incarnation
+        self.engines.clear()
+        began_s, was_asleep = SYSTEM_CLOCK.monotonic(), wanted.model in self.models.asleep
+        await asyncio.to_thread(self._lay_down, wanted.model)
+        try:
+            await self._wake(wanted, stop)
+        except (ModelError, ConfigError) as error:
+            note_refused(wanted, error)
+            return await self._come_back(present, stop)
+        facts = {"model": wanted.model, "was_asleep": was_asleep, "seconds": SYSTEM_CLOCK.monotonic() - began_s}
+        logger.info("another model is awake", extra=facts)
+        return wanted, incarnation
+
+    async def _come_back(self, life: Life, stop: asyncio.Event) -> tuple[Life, str]:
+        await asyncio.to_thread(take_role, self.settings, life.role.name)
+        incarnation = self.begin_life(life)
+        await self._wake(life, stop)
+        return life, incarnation
+
+    def _lay_down(self, wanted: str) -> None:
+        self.unpublish()  # its pages are another model's
+        self.models.lay_down(wanted)
+        gc.collect()
+
+    async def _wake(self, life: Life, stop: asyncio.Event) -> None:
+        await load_or_stop(lambda: self.models.wake(life.role, life.model), self.lease, stop)
+        self.publisher = _publisher(self.settings, self.lease)
+        await self.make_engine(life.role, stop)
+
+    async def make_engine(self, role: AnyRole, stop: asyncio.Event) -> None:
+        """Prepares the engine of a role, for a process that serves nothing meanwhile."""
+        awake = self.models.awake
+        engine = await load_or_stop(lambda: role.engine(awake.settings, awake.loaded), self.lease, stop)
+        self.engines[role.name] = engine
+
+    def begin_life(self, life: Life) -> str:
         """Gives the process a new incarnation, also in its record: what belongs to an earlier one has no effect."""
         incarnation = new_incarnation()
         if self.lease is not None:
             self.lease.update(
-                role=role.name,
+                role=life.role.name,
+                model=life.model,
                 incarnation=incarnation,
                 # Lives are in order even where the clock was set back meanwhile.
                 started_unix_ns=max(SYSTEM_CLOCK.unix_ns(), self.lease.record.started_unix_ns + 1),
@@ -89,53 +162,53 @@ class _Process:
                 metrics_address="",
                 channels={},
                 max_running=0,
+                **_NOT_LOADED,
             )
             if self.publisher is not None:
                 self.publisher.begin_life(self.lease.record.order)
         return incarnation
 
+    def unpublish(self) -> None:
+        """Stops saying which pages can be found here."""
+        if self.publisher is not None:
+            self.publisher.release()
 
-async def _serve(roles: Roles, role: AnyRole, settings: WorkerConfig, stop: asyncio.Event) -> None:
+
+async def _serve(lives: Lives, life: Life, models: Models, settings: WorkerConfig, stop: asyncio.Event) -> None:
     service_manager.tell_status(f"loading {settings.model}")
     service_manager.ask_for_time(start_budget_s(weight_bytes(settings.model)))
+    role = life.role
     with contextlib.ExitStack() as stack:
-        lease = _lease(role, settings, stop)
+        lease = _lease(life, settings, stop)
         if lease is not None:
             stack.callback(lease.release)
-        publisher = _publisher(settings, lease)
-        if publisher is not None:
-            stack.callback(publisher.release)
-        model = await load_or_stop(lambda: role.load(settings), lease, stop)
-        stack.enter_context(contextlib.closing(model))
-        make_engine = await load_or_stop(lambda: role.engine(settings, model), lease, stop)
-        gpu = watch_gpu(model.gpu_uuid)
-        if gpu is not None:
-            stack.callback(gpu.release)
-        facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
-        identity = model.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
-        process = _Process(settings, model, identity, facts, gpu, lease, publisher, {role.name: make_engine})
+        process = _Process(settings, models, None, lease, _publisher(settings, lease))
+        stack.callback(process.unpublish)
+        stack.callback(models.close)
+        await load_or_stop(lambda: models.wake(role, life.model), lease, stop)
+        await process.make_engine(role, stop)
+        process.gpu = watch_gpu(models.awake.loaded.gpu_uuid)
+        if process.gpu is not None:
+            stack.callback(process.gpu.release)
         incarnation = new_incarnation() if lease is None else lease.record.incarnation
-        while await _live(process, roles, role, incarnation, stop):
-            role = roles.wanted
-            if role.name not in process.engines:
-                await process.prepare(role)
-            # The last role's engine goes before the next one's comes: each may have a lot of the host's memory.
-            gc.unfreeze()
-            gc.collect()
-            await asyncio.to_thread(take_role, settings, role.name)
-            incarnation = process.begin_life(role)
+        failed: Life | None = None
+        while await _live(process, LifeChange(lives, life, process.prepare, failed=failed), life, incarnation, stop):
+            wanted = lives.wanted
+            life, incarnation = await process.change(life, wanted, stop)
+            failed = None if life == wanted else wanted
 
 
-async def _live(process: _Process, roles: Roles, role: AnyRole, incarnation: str, stop: asyncio.Event) -> bool:
-    """A process's life in one role. Returns whether another one follows."""
-    settings, lease = process.settings, process.lease
+async def _live(process: _Process, change: LifeChange, life: Life, incarnation: str, stop: asyncio.Event) -> bool:
+    """A process's life in one role, with one model. Returns whether another one follows."""
+    role, awake, lease = life.role, process.models.awake, process.lease
+    settings = awake.settings
     metrics = WorkerMetrics(worker_id=settings.id, program=f"{role.name}-worker")
     common = Common(
         settings,
         incarnation,
-        process.model,
+        awake.loaded,
         process.engines.pop(role.name),
-        process.identity.numerics,
+        awake.identity.numerics,
         metrics,
         lease,
         process.publisher,
@@ -149,17 +222,20 @@ async def _live(process: _Process, roles: Roles, role: AnyRole, incarnation: str
         add(server.server)
     address = settings.address(await server.start(settings.host, settings.port))
     if lease is not None:
-        said = {**_record_fields(process.model, process.identity), **made.worker.load().record_fields()}
-        said |= made.record_fields
-        lease.update(address=address, metrics_address=metrics_address, facts=process.facts, **said)
+        said = {**_record_fields(awake.loaded, awake.identity), **made.worker.load().record_fields()}
+        said |= {**made.record_fields, "asleep": process.models.asleep}
+        lease.update(address=address, metrics_address=metrics_address, facts=awake.facts, **said)
     # What was loaded for good is not looked at again by every full collection, which would hold up a step.
     gc.collect()
     gc.freeze()
-    logger.info("ready", extra={"address": address, "pages": process.model.limits.num_pages})
-    change = RoleChange(roles, role, process.prepare)
+    logger.info("ready", extra={"address": address, "pages": awake.loaded.limits.num_pages})
     await serve_until_drained(made.worker, server, lease, stop, drain_timeout_s=settings.drain_timeout, change=change)
     await asyncio.to_thread(metrics.close)
     return not stop.is_set() and not made.worker.drain_requested.is_set()
+
+
+_NOT_LOADED: Mapping[str, Any] = {"facts": None, "identity": "", "layout_fingerprint": "", "exact": False}
+"""What a record says of a model that is not in memory yet."""
 
 
 def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, Any]:
@@ -178,11 +254,12 @@ def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, An
     }
 
 
-def _lease(role: AnyRole, settings: WorkerConfig, stop: asyncio.Event) -> WorkerLease | None:
+def _lease(life: Life, settings: WorkerConfig, stop: asyncio.Event) -> WorkerLease | None:
     if settings.redis is None:
         return None
     leave = on_this_loop(lambda _: stop.set())
-    record = WorkerRecord(role=role.name, **settings.record_fields(incarnation=new_incarnation()))
+    said = {**settings.record_fields(incarnation=new_incarnation()), "role": life.role.name, "model": life.model}
+    record = WorkerRecord(**said)
     lease = WorkerLease(
         settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
     )

@@ -71,6 +71,7 @@ class ApiPages:
 
     def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
         """Returns a model under one of its names; `root` is its own, `parent` that of what an adapter changes."""
+        state = self._requests.turns.state_of(model.name)
         return {
             "id": name,
             "object": "model",
@@ -83,6 +84,7 @@ class ApiPages:
             "parent": model.name if name in model.adapters else None,
             "max_model_len": self._requests.limits(model).context_length_tokens,
             "sampling_defaults": model.sampling_defaults,
+            **({} if state is None else {"state": state}),
         }
 
     async def _show_version(self, request: Request) -> Response:
@@ -144,7 +146,8 @@ class ClusterPage:
             "requests": {"queued": requests.num_queued, "running": requests.num_running},
             "prefill": requests.prefill_choice,
             "pools": list(topology.pools),
-            "rebalancing": requests.rebalancer.as_json(),
+            "rebalancing": requests.rebalancer.state,
+            "turns": requests.turns.state,
             "redis": {
                 "available": store.is_available,
                 "round_trip_s": round(store.round_trip.mean_s, 6),

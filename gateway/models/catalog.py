@@ -49,6 +49,8 @@ class ServedModel:
     """How it embeds texts, or why it does not."""
     tier: Tier | None = None
     """The name under which it answers unless a stronger model should, and when that is."""
+    share: str = ""
+    """The word of the models that have the same workers by turns. Empty: it has workers of its own."""
 
 
 class ModelCatalog:
@@ -165,4 +167,5 @@ def _load(entry: ModelEntry, turns: Turns, generation_config: str, embeddings: s
         sampling_defaults=read_defaults(entry.path, generation_config),
         embedding=read_rule(entry.path, embeddings),
         tier=entry.tier,
+        share=entry.share,
     )

@@ -12,6 +12,7 @@
     lora = {sql = "loras/sql"}    # with vLLM: adapters, by the names that clients use
     prefill = 1                   # how many of these are started
     decode = 2
+    share = "small ones"          # models with one word here have the same workers, by turns; the first says how many
     tier = {name = "auto", stronger = "larger", check = ["finished"]}   # gateway/models/tiers.py
 
 Reads the file and nothing that it names; what is in a model's folder is `gateway.models.model_files`' business.
@@ -29,6 +30,7 @@ from gateway.models.tiers import CLASSIFIER_PATTERN, CheckName, Tier, load_class
 from services.hub.source import model_source
 from services.runtime import toml_file
 from services.runtime.adapters import MAX_ADAPTERS
+from services.runtime.engines import VLLM
 from services.runtime.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
@@ -72,6 +74,8 @@ class ModelEntry:
     """The folder of each adapter by the name that clients use."""
     tier: Tier | None = None
     """A name for requests that this model answers unless a stronger one should, and when that is."""
+    share: str = ""
+    """Models with one word here have the same workers, one model at a time. Empty: it has workers of its own."""
 
 
 class _TierTable(Struct, forbid_unknown_fields=True):
@@ -113,8 +117,8 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
     decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] | None = None
     engine: Literal["native", "vllm"] | None = None
     lora: Annotated[dict[_Name, Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Meta(max_length=MAX_ADAPTERS)] = {}
-
     tier: _TierTable | None = None
+    share: Annotated[str, Meta(pattern=r"^\S[^\x00-\x1f]{0,63}\Z")] = ""
 
     def entry(self, folder: Path) -> ModelEntry:
         """The model; a relative path begins at `folder`."""
@@ -131,6 +135,7 @@ class _ModelTable(Struct, forbid_unknown_fields=True):
             engine=self.engine,
             lora={name: folder / Path(path).expanduser() for name, path in self.lora.items()},
             tier=None if self.tier is None else self.tier.tier(),
+            share=self.share,
         )
 
 
@@ -151,6 +156,7 @@ def parse_models(text: str, *, file: Path) -> tuple[ModelEntry, ...]:
         _check_names(entries)
         _check_fallbacks(entries)
         _check_tiers(entries)
+        _check_shares(entries)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}") from error
     return entries
@@ -199,6 +205,20 @@ def _check_tiers(entries: Sequence[ModelEntry]) -> None:
         if entry.tier is not None and entry.tier.stronger not in set(names) - {entry.name}:
             place, rule = f"model[{number}].tier.stronger", "the name (no alias) of another model of this file"
             _refuse(place, entry.tier.stronger, f"{rule}: {', '.join(names)}")
+
+
+def _check_shares(entries: Sequence[ModelEntry]) -> None:
+    """The first of the models that share workers says how many these are; this project's engine computes them all."""
+    first: dict[str, str] = {}
+    for number, entry in enumerate(entries):
+        if not entry.share:
+            continue
+        if entry.engine == VLLM:
+            _refuse(f"model[{number}].engine", VLLM, "native where models share workers: vLLM cannot change its model")
+        name = first.setdefault(entry.share, entry.name)
+        for key, count in (("prefill", entry.num_prefill), ("decode", entry.num_decode)):
+            if name != entry.name and count is not None:
+                _refuse(f"model[{number}].{key}", count, f"left out: {name}, which shares its workers, says it")
 
 
 def _check_fallbacks(entries: Sequence[ModelEntry]) -> None:

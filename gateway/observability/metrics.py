@@ -179,6 +179,13 @@ class Metrics:
             self._fast_registry,
             bounds=WAIT_BUCKETS_S,
         )
+        self.model_switches = Distributions(
+            "tandem_model_switch_seconds",
+            "Time in which workers that models share got another model, by where it was: asleep, disk.",
+            ("model", "from"),
+            self._fast_registry,
+            bounds=DURATION_BUCKETS_S,
+        )
         self.predictions = Distributions(
             "tandem_token_prediction_ratio",
             "Time from the choice of workers to an answer's first or second token, over what was predicted then.",

@@ -9,6 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.openai.answers import ChatCompletion, Exact
+from gateway.requests.rebalancing import RebalancingState
+from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
 from services.cluster.placements import State
 from services.runtime.worker_state import WorkerState
@@ -220,7 +222,7 @@ class Model(Exact):
     parent: str | None
     max_model_len: int
     sampling_defaults: dict[str, float]
-    """Values for requests without these fields, by the fields' names."""
+    state: ModelState | UnsetType = UNSET
 
 
 class ModelList(Exact):
@@ -414,17 +416,6 @@ class RequestCounts(Exact):
     running: int
 
 
-class RebalancingState(Exact):
-    """Running answers that this gateway moves to decode workers with less to do, and the last decision in words."""
-
-    on: bool
-    under_way: int
-    moved: int
-    refused: int
-    ended: int
-    last: str
-
-
 class RedisState(Exact):
     """Redis as this gateway reaches it; `last_failure` is empty before the first."""
 
@@ -498,3 +489,4 @@ class ClusterState(Exact):
     prefill: str
     pools: list[Pool]
     rebalancing: RebalancingState
+    turns: TurnsState

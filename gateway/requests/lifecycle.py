@@ -40,6 +40,7 @@ from gateway.requests.quarantine import Quarantine, QuarantineList
 from gateway.requests.queue import AdmissionQueue
 from gateway.requests.rebalancing import Rebalancer
 from gateway.requests.seeds import refused_id
+from gateway.requests.turns import ModelTurns
 from gateway.topology.members import Topology
 from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
@@ -81,8 +82,7 @@ class Requests:
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self.tracing = Tracing(clock=clock, slow_s=slow_request_s)
         self._topology, self._region = topology, policies.region
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._clock = metrics, clock
         kept = KeptAnswers({model.name for model in catalog if model.keeps_answers})
         self._sinks = Sinks(metrics, self.log, placements, Promises(), gateway_incarnation, clock, kept)
         self._open: dict[RunningAnswer, AnswerObserver] = {}
@@ -93,7 +93,8 @@ class Requests:
             hints=hints,
             prefill_choice=lambda: self.prefill_choice,
         )
-        self._placing = Placing(topology, dispatcher, queues=queues, policies=policies, clock=clock)
+        self.turns = ModelTurns(topology, catalog, policies=policies, answers=lambda: self._open, metrics=metrics)
+        self._placing = Placing(topology, dispatcher, queues=queues, policies=policies, turns=self.turns, clock=clock)
         self._accepting = Acceptance(
             catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
@@ -132,9 +133,11 @@ class Requests:
         """Begins to look at workers: at their health, and at how evenly they are loaded."""
         self.monitor.start()
         self.rebalancer.start()
+        self.turns.start()
 
     async def close(self) -> None:
         """Stops looking."""
+        await self.turns.close()
         await self.rebalancer.close()
         await self.monitor.close()
 

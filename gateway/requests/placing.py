@@ -17,6 +17,7 @@ from gateway.requests.dispatch import Dispatcher, audience_of
 from gateway.requests.observer import AnswerObserver
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue, Lane
+from gateway.requests.turns import ModelTurns
 from gateway.topology.members import Topology
 from gateway.topology.session import PrefillSession
 from services.cluster.registry import LEASE_TTL_S
@@ -44,12 +45,14 @@ class Placing:
         *,
         queues: Mapping[str, AdmissionQueue],
         policies: Policies,
+        turns: ModelTurns,
         clock: Clock,
     ) -> None:
         self._topology = topology
         self._dispatcher = dispatcher
         self._queues = queues
         self._policies = policies
+        self._turns = turns
         self._clock = clock
         self._before_queue: Counter[Lane] = Counter()
         """The answers that wait until their model has a worker at all."""
@@ -123,7 +126,7 @@ class Placing:
         lane.check(entry)
 
     async def until_served(self, request: RunningAnswer) -> None:
-        """Waits while a model's workers are only away for a moment, and no longer than a lease lasts.
+        """Waits while a model's workers are away for a moment, and no longer than a lease lasts, or until it wakes.
 
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
@@ -132,13 +135,19 @@ class Placing:
         if self.is_served(request.spec):
             return
 
+        takes_turns = self._turns.takes_turns(model)
+
         def is_decided() -> bool:
-            return self.is_served(request.spec) or not self._topology.is_away("decode", model, audience=audience)
+            if self.is_served(request.spec):
+                return True
+            return not (takes_turns or self._topology.is_away("decode", model, audience=audience))
 
         if not is_decided():
             if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
-                raise lane.when_full(queue_entry)
+                raise self._turns.not_awake(model) if takes_turns else lane.when_full(queue_entry)
             patience = Deadline(queue_entry.arrived_s + LEASE_TTL_S, self._clock)
+            if takes_turns:
+                patience = self._patience(request)
             self._before_queue[lane] += 1
             try:
                 with self._topology.watched(request.mailbox.nudge):
@@ -146,6 +155,9 @@ class Placing:
             finally:
                 self._before_queue[lane] -= 1
         if not self.is_served(request.spec):
+            request.spec.deadline.check()
+            if takes_turns:
+                raise self._turns.not_awake(model)
             where = f" for the pool {audience.pool}" if audience.pool else ""
             where += held_to(request.spec)
             raise WorkerUnavailable(f"no decode worker is ready{where}", retry_after_s=NO_WORKER_RETRY_S)
@@ -176,6 +188,8 @@ class Placing:
                 if attempt is not None:
                     return attempt
         request.spec.deadline.check()
+        if self._turns.is_asleep(request.spec.model):
+            raise self._turns.not_awake(request.spec.model)
         if self._is_stranded(request):
             what = "no worker came in time that has the weights and the arithmetic of the answer's beginning"
         elif request.is_resumed:
@@ -230,15 +244,20 @@ class Placing:
     def _is_stranded(self, request: RunningAnswer) -> bool:
         """Returns whether it has tokens that no worker in rotation can continue with the same weights and arithmetic.
 
-        Such a request does not stand in the queue, where others would wait behind it.
+        Such a request does not stand in the queue, where others would wait behind it; nor does one whose model sleeps.
         """
+        if self._turns.is_asleep(request.spec.model):
+            return True
         return bool(request.bound_to) and not self._dispatcher.allowed(request)
 
     def _patience(self, request: RunningAnswer) -> Deadline:
         """Returns the deadline of the request's wait for workers."""
         spec = request.spec
         if request.is_resumed:
-            return spec.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
+            wait_s = self._policies.failover_wait_s
+            if self._turns.takes_turns(spec.model):
+                wait_s = max(wait_s, self._policies.max_queue_wait_s)
+            return spec.deadline.sooner(Deadline.after(wait_s, clock=self._clock))
         if request.queue_entry.service_class == ServiceClass.BATCH:
             return spec.deadline  # It takes what others leave, whenever that is.
         return spec.deadline.sooner(Deadline(spec.arrived_s + self._policies.max_queue_wait_s, self._clock))

@@ -1,6 +1,7 @@
 """What an operator decides about how requests are placed and tried again."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.scheduling.overload import NO_TARGETS, Targets
 from services.scheduling.routing.router import Router
@@ -40,3 +41,7 @@ class Policies:
     """Whether prefill workers fetch what other workers hold of a prompt, where that is quicker than computing it."""
     rebalances: bool = False
     """Whether running answers move from full decode workers to others."""
+    model_files: Path | None = None
+    """Folder of the files that say which model the workers of a slot are to have; None: not decided here."""
+    turn_s: float = 10.0
+    """How long a model that shares workers keeps them, at least, while it has requests and another one waits."""

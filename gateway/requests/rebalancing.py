@@ -11,7 +11,9 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from gateway.observability.metrics import Metrics
 from gateway.requests.answer import RunningAnswer
@@ -59,6 +61,17 @@ class UnderWay(NamedTuple):
     until_s: float
 
 
+class RebalancingState(Struct, forbid_unknown_fields=True):
+    """Running answers that this gateway moves to decode workers with less to do, and the last decision in words."""
+
+    on: bool
+    under_way: int
+    moved: int
+    refused: int
+    ended: int
+    last: str
+
+
 class Rebalancer:
     """The rebalancing of one gateway's answers. With `is_on` False it moves nothing, and still finds hot spots."""
 
@@ -88,17 +101,15 @@ class Rebalancer:
         """The workers that the last look has seen."""
         self._looking: asyncio.Task[None] | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what /cluster shows of it."""
-        last, said = self.last, ""
+    @property
+    def state(self) -> RebalancingState:
+        """What /cluster shows of it."""
+        last, said, counts = self.last, "", self.counts
         if last is not None:
             said = f"{last.giver} to {last.taker}, {last.reason}: gains {last.gain_s:.3g} s, costs {last.cost_s:.3g} s"
-        return {
-            "on": self.is_on,
-            "under_way": len(self._under_way),
-            **{outcome: self.counts[outcome] for outcome in OUTCOMES},
-            "last": said,
-        }
+        return RebalancingState(
+            self.is_on, len(self._under_way), counts["moved"], counts["refused"], counts["ended"], said
+        )
 
     def hot_spots(self) -> dict[str, HotSpot]:
         """Returns the decode workers, by id, whose steps take far longer than the others' while nothing moves."""

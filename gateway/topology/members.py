@@ -70,7 +70,7 @@ class Topology:
         self._watchers: set[Callable[[], None]] = set()
         self._load_watchers: set[Callable[[], None]] = set()
         """The watchers that are told of reports of load, too."""
-        self._stale_since_s: float | None = None
+        self.stale_since_s: float | None = None
         """Since when it is unknown which workers are registered, on the event loop's clock."""
         self._renewed_at_s: dict[str, float] = {}
         """When each worker's lease was renewed, by its id, as far as that is known, on the event loop's clock."""
@@ -113,8 +113,8 @@ class Topology:
 
     def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
-        if not is_stale or self._stale_since_s is None:
-            self._stale_since_s = self.now_s() if is_stale else None
+        if not is_stale or self.stale_since_s is None:
+            self.stale_since_s = self.now_s() if is_stale else None
         listed = {(record.role, record.id): record for record in records}
         for (listed_role, worker_id), record in listed.items():
             self._take_record(self._roles[listed_role], worker_id, record)
@@ -240,7 +240,7 @@ class Topology:
         for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
         """
         since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
-        if self._stale_since_s is not None and self._stale_since_s < since_s:
+        if self.stale_since_s is not None and self.stale_since_s < since_s:
             return False
         return any(
             member.is_listed and not member.is_drain_asked and not member.left_out and member.changed_at_s >= since_s

@@ -45,6 +45,7 @@ MAX_CHANNELS = 64
 MAX_WORKERS = 4096
 
 WORKER_ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+GROUP_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$"
 INCARNATION_PATTERN = r"^[0-9a-f]{32}$"
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tenants that it works for. Empty: all."""
     pool: ShortText = ""
     """Label of the pool of workers that it belongs to. Empty: of the one without a name."""
+    group: Annotated[str, msgspec.Meta(pattern=GROUP_PATTERN)] = ""
+    """Workers with one name here have the same model, and change it together. Empty: it keeps its model."""
+    asleep: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
+    """Models whose weights it keeps in memory without pages."""
     channels: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_CHANNELS)] = {}
     """The channel on which it sends pages to each worker, by that one's id."""
     pages_total: Count = 0

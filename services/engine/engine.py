@@ -24,7 +24,7 @@ from services.engine.cache.memory import num_pool_pages, num_tier_bytes
 from services.engine.cache.pages import PageAllocator
 from services.engine.cache.pool import PageLayout, PagePool, num_pages_for
 from services.engine.cache.swap import SwapSpace
-from services.engine.model import ENGINE, Model, load_model
+from services.engine.model import ENGINE, EngineWeights, Model, TimedStep, load_model
 from services.engine.parallel.group import RankGroup
 from services.engine.reference.decoder import TorchDecoder
 from services.engine.runner import ModelRunner
@@ -51,11 +51,6 @@ DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_MAX_BATCH = 64
 WARM_UP_TOKENS = 64
 WARM_UP_STEPS = 3
-
-
-TimedStep = tuple[list[tuple[int, int, bool]], float]
-"""What a step computed of each sequence, and the seconds that it took: tokens that it had before, new ones, and whether
-these were its prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +87,13 @@ class EngineParts:
     def adapters(self) -> frozenset[str]:
         """Implements LoadedModel: this engine computes models as they are."""
         return frozenset()
+
+    @property
+    def weights(self) -> EngineWeights | None:
+        """What may stay in the host's memory; None where the weights are on a GPU, or other processes have them."""
+        if self.ranks is not None or self.model.device.type != "cpu":
+            return None
+        return EngineWeights(self.model, self.first_steps)
 
     @property
     def loss(self) -> TandemError | None:
@@ -133,7 +135,7 @@ class EngineParts:
 
 
 def load_engine(
-    model_dir: str | Path,
+    model_dir: str | Path | Model,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -148,14 +150,13 @@ def load_engine(
     shares_weights: bool = False,
     captures_graphs: bool = True,
 ) -> EngineParts:
-    """Loads a checkpoint folder and sets memory aside for its KV pages.
+    """Loads a checkpoint folder, or takes a loaded model of one rank, and sets memory aside for its KV pages.
 
     How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
     `host_tier_bytes`, stands in `services.engine.cache.memory`. `threads` is for torch, process-wide. With
     `tensor_parallel` or `pipeline_parallel` above 1, that number of processes share each layer or the layers, and the
     threads; they live until the parts are closed. With `shares_weights` all engines of this host that say so, and have
-    one rank, have the weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for callers
-    that run no plans.
+    one rank, have the weights once. Without `captures_graphs` a GPU's steps, of which no plans run, are no graphs.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -185,6 +186,7 @@ def load_engine(
         except BaseException:
             model.close()
             raise
+    assert not isinstance(model_dir, Model), "the weights of several ranks are not kept"
     parallelism.check(load_config(model_dir))
     ranks = RankGroup(parallelism)
     try:

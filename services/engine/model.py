@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -143,15 +144,31 @@ class Model:
         return decoder.repeatable(step) if isinstance(decoder, KernelDecoder) else RepeatedStep(decoder, step)
 
 
+TimedStep = tuple[list[tuple[int, int, bool]], float]
+"""What a step computed of each sequence, and the seconds that it took: tokens that it had before, new ones, and whether
+these were its prompt's."""
+
+
+class EngineWeights(NamedTuple):
+    """What is left of a loaded model while it has no pages: its weights, and the steps that were timed."""
+
+    model: Model
+    first_steps: tuple[TimedStep, ...]
+
+    def close(self) -> None:
+        """Stops handing out the weights. May be called again."""
+        self.model.close()
+
+
 def load_model(
-    model_dir: str | Path,
+    model_dir: str | Path | Model,
     *,
     dtype: str = "auto",
     device: str = "auto",
     use_kernels: bool = True,
     shares_weights: bool = False,
 ) -> Model:
-    """Loads a checkpoint folder.
+    """Loads a checkpoint folder. A model that is loaded already is returned as it is.
 
     `dtype` is "auto" (the checkpoint's own; float32 instead of float16 on a CPU), "float32", "bfloat16" or "float16".
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda[:index]". Without `use_kernels`, or where they
@@ -160,6 +177,8 @@ def load_model(
 
     Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
     """
+    if isinstance(model_dir, Model):
+        return model_dir
     files = _files(model_dir) if shares_weights else None
     source = open_model(model_dir, dtype=dtype, device=device, use_kernels=use_kernels)
     config, kernels = source.config, source.kernels

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.engine.engine import Engine, EngineParts, TimedStep, load_warm_engine
+from services.engine.engine import Engine, EngineParts, load_engine, load_warm_engine
+from services.engine.model import EngineWeights, TimedStep
 from services.engine.steps.sequence import Sampling
 from services.engine.steps.step import NonFiniteLogits
 
@@ -23,13 +24,16 @@ MAX_REHEARSAL_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-def load_rehearsed_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
-    """`load_warm_engine`, with the times of its first steps.
+def load_rehearsed_engine(model_dir: str | Path, *, kept: EngineWeights | None = None, **settings: Any) -> EngineParts:
+    """`load_warm_engine`, with the times of its first steps. `kept`: the model has run in this process before.
 
     Raises:
         ModelError: the folder cannot be served.
         ConfigError: a setting is wrong, or the pool would not fit into memory.
     """
+    if kept is not None:
+        parts = load_engine(kept.model, **settings)
+        return dataclasses.replace(parts, first_steps=kept.first_steps)
     parts = load_warm_engine(model_dir, **settings)
     try:
         return dataclasses.replace(parts, first_steps=tuple(rehearse(parts)))

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model as settings name them: what clients call each, and its folder."""
+"""LoRA adapters of a model, and models, as settings name them: what clients call each, and its folder."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -12,8 +12,8 @@ MAX_ADAPTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,255}")
 
 
-def adapters() -> Kind[Mapping[str, Path]]:
-    """The folder of each adapter by its name."""
+def folders_by_name() -> Kind[Mapping[str, Path]]:
+    """The folder of each adapter, or model, by its name."""
 
     def parse(value: str) -> Mapping[str, Path]:
         pairs = [item.partition("=")[::2] for item in value.split(",")]
@@ -26,8 +26,8 @@ def adapters() -> Kind[Mapping[str, Path]]:
     return Kind(parse, rule, metavar="NAME=DIR", is_list=True)
 
 
-def write_adapters(folders: Mapping[str, Path]) -> str:
-    """Returns the text that becomes these adapters."""
+def write_folders(folders: Mapping[str, Path]) -> str:
+    """Returns the text that becomes these folders by name."""
     return ",".join(f"{name}={folder}" for name, folder in folders.items())
 
 

@@ -266,6 +266,32 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
     assert not any(flag.startswith(("--model=", "--model-name=")) for flag in command)
 
 
+SHARED = '[[model]]\nname = "a/1"\npath = "."\nshare = "x"\nprefill = 3\ndecode = 2\n'
+SHARED += '[[model]]\nname = "own"\npath = "."\n[[model]]\nname = "b"\npath = "."\nshare = "x"\n'
+
+
+def test_models_that_share_have_the_same_workers_in_groups_of_one_that_decodes(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(SHARED)
+    settings, addresses = up(f"--models={tmp_path / 'models.toml'}"), replace(ADDRESSES, roles=tmp_path)
+    specs = {spec.name: spec.command for spec in worker_specs(settings, model_plans(settings), addresses, {}, MACHINE)}
+    files = {"prefill-a-1-0": 0, "prefill-a-1-1": 1, "prefill-a-1-2": 0, "decode-a-1-0": 0, "decode-a-1-1": 1}
+    assert set(specs) == {*files, "prefill-own-0", "decode-own-0"}
+    for name, number in files.items():
+        told = {f"--model-file={tmp_path}/a-1-{number}.model", f"--other-models=b={tmp_path}", "--models-asleep=1"}
+        assert {*told, "--model-name=a/1", "--drain-timeout=30.0"} <= set(specs[name])
+        assert not any(flag.startswith("--role-file") for flag in specs[name])
+    own = " ".join(specs["decode-own-0"])
+    assert not any(flag in own for flag in ("--model-file", "--other-models", "--drain-timeout"))
+    assert f"--model-files={tmp_path}" in gateway_spec(settings, addresses, {}).command
+    assert not any(flag.startswith("--model-files") for flag in gateway_spec(up(), addresses, {}).command)
+
+
+def test_models_that_vllm_computes_share_no_workers(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(SHARED)
+    with pytest.raises(ConfigError, match="a/1 shares workers, but --engine is vllm"):
+        model_plans(up(f"--models={tmp_path / 'models.toml'}", "--engine=vllm"))
+
+
 def test_workers_of_a_model_have_its_engine_and_run_where_that_is(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text(
         '[[model]]\nname = "a"\npath = "."\n[[model]]\nname = "b"\npath = "."\nengine = "native"\n'

@@ -151,7 +151,8 @@ async def test_a_worker_changes_its_role_and_has_it_when_it_is_started_again(tmp
 
 async def test_what_cannot_change_its_role_is_refused_with_a_reason(tmp_path: Path) -> None:
     vllm = ModelPlan("two", Path("two"), 1, 2, "vllm", "two")
-    plans = [ONE, vllm]
+    shared = ModelPlan("three", Path("three"), 1, 1, "native", "three", sharers={"four": Path("four")})
+    plans = [ONE, vllm, shared]
     async with supervising(tmp_path, spec(GATEWAY, SLEEP), *specs(plans)) as (supervisor, _):
         fleet = make_fleet(supervisor, tmp_path, plans)
 
@@ -166,6 +167,10 @@ async def test_what_cannot_change_its_role_is_refused_with_a_reason(tmp_path: Pa
             "prefill-0 is the only prefill worker of one: --force changes its role all the same"
         )
         assert "computes with vLLM" in await refused("decode-two-1", "prefill")
+        assert "has one of the models three, four at a time" in await refused("decode-three-0", "prefill")
+        for name in ("three", "four"):
+            with pytest.raises(ConfigError, match="the workers of three are shared"):
+                fleet.resize(name, prefill=2, decode=None)
         assert await fleet.change_role("prefill-0", "decode", timeout_s=5, is_forced=True)
         assert fleet.sizes("one") == {"prefill": 0, "decode": 3}
         draining = asyncio.create_task(fleet.drain("decode-1", grace_s=5))

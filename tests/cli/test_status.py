@@ -89,6 +89,16 @@ def test_pools_are_told_with_their_workers(api: Any, capsys: pytest.CaptureFixtu
     ]
 
 
+def test_models_that_share_workers_are_told_with_what_a_switch_takes(
+    api: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = {"models": {"a": "awake", "b": "on_disk"}, "groups": [], "switch_s": {"asleep": 0.25, "disk": 3.0}}
+    api.routes["GET /cluster"] = (200, CLUSTER | {"turns": turns})
+    assert main(["status", "--url", api.url]) == 0
+    said = "by turns  a awake, b on disk; a switch takes 0.25 s from asleep, 3 s from disk"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster"] = (200, CLUSTER)
     assert main(["status", "--url", api.url, "--json"]) == 0

@@ -769,12 +769,12 @@ async def test_nobody_waits_for_a_worker_while_redis_has_been_away_for_longer_th
         worker = await system.add(worker_type("decode", "decode-0", pair.decode))
         topology = system.gateway.topology
         redis.kill()
-        await system.until(lambda: topology._stale_since_s is not None)
-        topology._stale_since_s -= HOURS_S + 1
+        await system.until(lambda: topology.stale_since_s is not None)
+        topology.stale_since_s -= HOURS_S + 1
         await lose(system, worker)
         assert (await system.complete()).status_code == 503
         redis.start()
-        await system.until(lambda: topology._stale_since_s is None)
+        await system.until(lambda: topology.stale_since_s is None)
 
 
 async def test_those_who_wait_for_a_worker_count_in_the_queues_bound(make_system, worker_type, pair, lose):

@@ -8,7 +8,7 @@ import pytest
 
 from services.runtime.errors import ConfigError
 from worker import role_change
-from worker.role_change import RoleChange, Roles
+from worker.role_change import Life, LifeChange, Lives, Wish
 
 PREFILL: Any = SimpleNamespace(name="prefill")
 DECODE: Any = SimpleNamespace(name="decode")
@@ -24,19 +24,27 @@ class Preparing:
         self.asked: list[str] = []
         self.error: ConfigError | None = None
 
-    async def __call__(self, role: Any) -> None:
-        self.asked.append(role.name)
+    async def __call__(self, wanted: Life) -> None:
+        self.asked.append(wanted.role.name)
         if self.error is not None:
             raise self.error
 
 
+ROLES: dict[str, Any] = {"prefill": PREFILL, "decode": DECODE}
+BEGINS = Life(PREFILL, "small")
+
+
+def lives(file: Path | None, model_file: Path | None = None) -> Lives:
+    return Lives(Wish(ROLES, file), Wish({name: name for name in ("small", "org/Large")}, model_file))
+
+
 def test_a_process_without_a_file_has_its_first_role() -> None:
-    assert Roles([DECODE, PREFILL]).wanted is DECODE
+    assert Wish({"decode": DECODE, "prefill": PREFILL}).wanted is DECODE
 
 
 def test_the_file_names_the_role_and_nonsense_in_it_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "w.role"
-    roles = Roles([PREFILL, DECODE], file)
+    roles = Wish(ROLES, file)
     assert roles.wanted is PREFILL
     for content, wanted in (
         (b"decode", DECODE),
@@ -58,7 +66,7 @@ def test_the_file_names_the_role_and_nonsense_in_it_changes_nothing(tmp_path: Pa
 
 async def test_a_change_is_due_when_it_is_prepared_and_can_be_withdrawn(tmp_path: Path) -> None:
     file, prepare = tmp_path / "w.role", Preparing()
-    change = RoleChange(Roles([PREFILL, DECODE], file), PREFILL, prepare)
+    change = LifeChange(lives(file), BEGINS, prepare)
     due = asyncio.create_task(change.due())
     await asyncio.sleep(0.02)
     assert (due.done(), prepare.asked) == (False, [])
@@ -72,13 +80,38 @@ async def test_a_change_is_due_when_it_is_prepared_and_can_be_withdrawn(tmp_path
     await asyncio.wait_for(withdrawn, 10)
 
 
+async def test_another_model_is_a_change_as_another_role_is(tmp_path: Path) -> None:
+    file, prepare = tmp_path / "a-0.model", Preparing()
+    wish = lives(None, file)
+    due = asyncio.create_task(LifeChange(wish, BEGINS, prepare).due())
+    file.write_text("none of them")
+    await asyncio.sleep(0.02)
+    assert not due.done()
+    file.write_text("org/Large\n")
+    await asyncio.wait_for(due, 30)
+    assert wish.wanted == Life(PREFILL, "org/Large")
+
+
+async def test_what_has_just_failed_is_tried_when_it_is_wanted_anew(tmp_path: Path) -> None:
+    file, prepare = tmp_path / "a-0.model", Preparing()
+    file.write_text("org/Large")
+    change = LifeChange(lives(None, file), BEGINS, prepare, failed=Life(PREFILL, "org/Large"))
+    due = asyncio.create_task(change.due())
+    await asyncio.sleep(0.05)
+    assert (due.done(), prepare.asked) == (False, [])
+    file.write_text("small")
+    await asyncio.sleep(0.05)
+    file.write_text("org/Large")
+    await asyncio.wait_for(due, 30)
+
+
 async def test_a_role_that_cannot_be_had_is_told_once_and_tried_when_it_is_wanted_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, prepare = tmp_path / "w.role", Preparing()
     prepare.error = ConfigError("no room for the draft")
     file.write_text("decode")
-    change = RoleChange(Roles([PREFILL, DECODE], file), PREFILL, prepare)
+    change = LifeChange(lives(file), BEGINS, prepare)
     with caplog.at_level(logging.ERROR):
         due = asyncio.create_task(change.due())
         await asyncio.sleep(0.05)
@@ -97,8 +130,8 @@ async def test_a_bug_in_preparing_is_not_taken_for_a_refusal(tmp_path: Path) -> 
     file = tmp_path / "w.role"
     file.write_text("decode")
 
-    async def fail(role: Any) -> None:
+    async def fail(wanted: Life) -> None:
         raise KeyError("a bug")
 
     with pytest.raises(KeyError, match="a bug"):
-        await RoleChange(Roles([PREFILL, DECODE], file), PREFILL, fail).due()
+        await LifeChange(lives(file), BEGINS, fail).due()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from worker import startup
+from worker.role_change import Life
 
 START_TIMEOUT_S = 60
 LOADING = "the draft is loading"
@@ -115,7 +116,7 @@ def test_a_worker_begins_in_the_role_that_its_file_names_and_keeps_it_where_the_
     process = start("-m", "dual_worker", "--role=decode", f"--role-file={file}", *flags)
     read_until(process, '"service":"prefill-worker"', '"ready"')
     file.unlink()
-    read_until(process, '"service":"prefill-worker"', "it cannot have the one that is wanted")
+    read_until(process, '"service":"prefill-worker"', "it cannot have the role or the model that is wanted")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0, output
@@ -155,12 +156,34 @@ def test_a_folder_that_holds_no_model_is_one_sentence(start: Start, tmp_path: Pa
     assert "Traceback" not in output
 
 
+def test_a_worker_changes_its_model_and_wakes_one_that_sleeps(
+    start: Start, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    file, broken = tmp_path / "all-0.model", tmp_path / "broken"
+    broken.mkdir()
+    others = f"--other-models=b={checkpoint('qwen2-bias')},c={broken}"
+    first = (f"--model={checkpoint('llama-mha')}", "--model-name=a")
+    process = start("-m", "dual_worker", "--role=decode", *first, f"--model-file={file}", others)
+    read_until(process, '"ready"')
+    for name, was_asleep in (("b", "false"), ("a", "true"), ("b", "true")):
+        file.write_text(name)
+        read_until(process, "another model is awake", f'"model":"{name}"', f'"was_asleep":{was_asleep}')
+        read_until(process, '"ready"')
+    file.write_text("c")
+    read_until(process, "it cannot have the role or the model that is wanted", str(broken))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert "draining" in output
+
+
 async def test_a_change_waits_for_redis_through_which_the_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "LOOK_S", 0.001)
     lease, nothing = SimpleNamespace(is_held=False), SimpleNamespace(tls=None)
-    process: Any = startup._Process(nothing, None, None, None, None, lease, None)  # type: ignore[arg-type]
+    awake = SimpleNamespace(name="a", settings=nothing, loaded=None)
+    process: Any = startup._Process(nothing, SimpleNamespace(awake=awake), None, lease, None)  # type: ignore[arg-type]
     role: Any = SimpleNamespace(name="decode", engine=lambda settings, model: "makes the engine")
-    preparing = asyncio.create_task(process.prepare(role))
+    preparing = asyncio.create_task(process.prepare(Life(role, "a")))
     await asyncio.sleep(0.05)
     assert (preparing.done(), process.engines) == (False, {})
     lease.is_held = True

@@ -98,6 +98,7 @@ class VllmModel:
     """A model that vLLM has loaded: what a worker knows of it, and its engines."""
 
     tier: HostTier | None = None
+    weights: None = None
 
     def __init__(self, settings: VllmSettings, core: "EngineCore") -> None:
         """Raises ConfigError for a model whose pages cannot be handed over."""

@@ -202,6 +202,17 @@ BAD = {
         "prefill = 0.5",
         "model[0].prefill: Expected `int | null`, got `float`",
     ),
+    "shared-by-vllm": (
+        'name = "small"',
+        'name = "small"\nengine = "vllm"\nshare = "all"',
+        "model[2].engine is 'vllm' but must be native where models share workers",
+    ),
+    "number-of-shared-workers-twice": (
+        GOOD,
+        GOOD.replace('name = "', 'share = "all"\nname = "').replace("vllm", "native") + "decode = 1\n",
+        "model[2].decode is '1' but must be left out: large, which shares its workers, says it",
+    ),
+    "share-of-nothing": ('name = "small"', 'name = "small"\nshare = ""', "model[2].share: Expected `str` matching"),
     "true-prefill": ("prefill = 0", "prefill = true", "model[0].prefill: Expected `int | null`, got `bool`"),
 }
 

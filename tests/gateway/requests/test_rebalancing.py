@@ -191,7 +191,7 @@ async def test_a_taker_that_dies_costs_no_token(make_full, worker_type, pair, an
     await system.add(taker)
     assert await tokens_of(requests) == [answer] * NUM
     assert taker.attempts
-    assert system.gateway.requests.rebalancer.as_json()["under_way"] == 0
+    assert system.gateway.requests.rebalancer.state.under_way == 0
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ async def test_a_giver_that_dies_costs_no_token(make_full, worker_type, pair, an
     new = await system.add(decode_of(pair, worker_type, 1))
     assert await tokens_of(requests) == [answer] * NUM
     assert len(new.attempts) >= NUM
-    await system.until(lambda: system.gateway.requests.rebalancer.as_json()["under_way"] == 0)
+    await system.until(lambda: system.gateway.requests.rebalancer.state.under_way == 0)
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_during_a_move_frees_both(make_full, worker_t
         request.cancel()
     await system.until(lambda: {attempt.key for attempt in new.attempts} <= set(new.cancelled))
     await system.until(lambda: {attempt.key for attempt in full.attempts} <= set(full.cancelled))
-    await system.until(lambda: system.gateway.requests.rebalancer.as_json()["under_way"] == 0)
+    await system.until(lambda: system.gateway.requests.rebalancer.state.under_way == 0)
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ async def test_an_engine_that_cannot_pause_keeps_its_answers(make_full, worker_t
     system, full, requests = await make_full()
     new = await system.add(decode_of(pair, worker_type, 1))
     rebalancer = system.gateway.requests.rebalancer
-    await system.until(lambda: rebalancer.counts["refused"] and not rebalancer.as_json()["under_way"])
+    await system.until(lambda: rebalancer.counts["refused"] and not rebalancer.state.under_way)
     num_refused = rebalancer.counts["refused"]
     assert all(not one.attempt.is_moving for one in system.gateway.requests._open if one.attempt)
     assert await tokens_of(requests) == [answer] * NUM

@@ -1,9 +1,14 @@
 """An engine's first steps: timed before anybody asks, and without a trace in its pages."""
 
+import gc
+import weakref
+
 import pytest
 
 from services.engine import rehearsal
+from services.engine.engine import Engine
 from services.engine.rehearsal import PROMPTS_TOKENS, load_rehearsed_engine, rehearse
+from services.engine.steps.sequence import Sampling
 from services.scheduling.speedometer import Speedometer
 
 
@@ -67,3 +72,20 @@ def test_nor_is_one_whose_pool_is_small(checkpoint, page_size, num_pages):
     parts = load_rehearsed_engine(checkpoint("llama-mha"), device="cpu", page_size=page_size, num_pages=num_pages)
     assert parts.allocator.counts().free == num_pages
     parts.close()
+
+
+def test_kept_weights_get_new_pages_and_give_the_tokens_that_they_gave(parts, checkpoint):
+    prompts, sampling = [[5, 7, 9] * 8, [11, 3] * 5], Sampling(max_tokens=12)
+    expected = Engine(parts).generate(prompts, sampling)
+    kept, pool = parts.weights, weakref.ref(parts.pool)
+    again = load_rehearsed_engine(checkpoint("llama-mha"), kept=kept, device="cpu", num_pages=32)
+    assert again.model is parts.model
+    assert again.pool is not parts.pool
+    assert (again.first_steps, again.fingerprint, again.pool.num_pages) == (parts.first_steps, parts.fingerprint, 32)
+    assert Engine(again).generate(prompts, sampling) == expected
+    before = weakref.ref(again.pool)
+    assert again.weights == kept
+    del again
+    gc.collect()
+    assert before() is None, "kept weights keep no pages"
+    assert pool() is parts.pool

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.adapters import MAX_ADAPTERS, adapters, check_adapters, write_adapters
+from services.runtime.adapters import MAX_ADAPTERS, check_adapters, folders_by_name, write_folders
 from services.runtime.errors import ConfigError
 
 
 def test_each_name_has_its_folder_and_the_text_is_written_back() -> None:
     text = "sql=/models/sql,team/law@2=law"
-    folders = adapters().parse(text)
+    folders = folders_by_name().parse(text)
     assert folders == {"sql": Path("/models/sql"), "team/law@2": Path("law")}
-    assert write_adapters(folders) == text
-    assert write_adapters({}) == ""
+    assert write_folders(folders) == text
+    assert write_folders({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_each_name_has_its_folder_and_the_text_is_written_back() -> None:
 )
 def test_what_cannot_be_meant_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
-        adapters().parse(text)
+        folders_by_name().parse(text)
 
 
 def test_the_engine_that_computes_models_as_they_are_is_named() -> None:
