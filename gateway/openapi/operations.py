@@ -48,7 +48,7 @@ from gateway.openapi.operation import (
 )
 from gateway.stored.chats_api import ChangedMetadata
 from gateway.stored.conversations_api import CreateConversation, NewItems
-from gateway.wishes import TIMEOUT
+from gateway.wishes import RESIDENCY, TIMEOUT
 
 _GENERATED = (
     *("X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Tier", "X-Tandem-Ignored", "X-Should-Retry"),
@@ -99,7 +99,7 @@ _generation = functools.partial(
 _embedding = functools.partial(
     Operation,
     errors=GENERATING,
-    request_headers=("X-Request-Id", "X-Service-Class", TIMEOUT, "traceparent"),
+    request_headers=("X-Request-Id", "X-Service-Class", TIMEOUT, RESIDENCY, "traceparent"),
     answer_headers=("X-Tandem-Model", "X-Tandem-Ignored", *LIMITS),
 )
 _counting = functools.partial(Operation, errors=WITH_MODEL, answer_headers=tuple(LIMITS))

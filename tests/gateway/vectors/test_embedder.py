@@ -177,6 +177,21 @@ async def test_without_a_worker_they_are_refused_at_once(make_embedding: Make) -
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
 
+async def test_a_text_that_is_held_to_a_region_goes_nowhere_else(
+    embeds: Any, make_embedding: Make, worker_type: Any
+) -> None:
+    system = await make_embedding(region="eu")
+    elsewhere = await system.add(
+        worker_type("prefill", "prefill-us", embeds.give_vector, region="us", on_embed=embeds.give_vector)
+    )
+    held = {"json": {"input": [5]}, "headers": {"x-tandem-residency": "eu"}}
+    assert (await system.http.post("/v1/embeddings", **held)).status_code == 503
+    here = await system.add(worker_type("prefill", "prefill-eu", embeds.give_vector, region="eu"))
+    for _ in range(4):
+        assert (await system.http.post("/v1/embeddings", **held)).status_code == 200
+    assert (len(here.attempts), len(elsewhere.attempts)) == (4, 0)
+
+
 async def test_engines_that_give_no_vectors_are_named(embeds: Any, make_embedding: Make, worker_type: Any) -> None:
     system = await make_embedding()
     await system.add(worker_type("prefill", "prefill-0", embeds.give_vector, embeds=False))

@@ -31,6 +31,7 @@ def num_sent(cluster: Cluster, worker_id: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_worker_changes_no_bit(
     checkpoint: Any, reference: Any, random_ids: Any, wait_until_idle: Any
 ) -> None:

@@ -5,6 +5,7 @@ id is its key, and the next token follows from all keys in the pages. Only the l
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -504,3 +505,28 @@ def test_rows_of_one_sequence_in_a_step_are_those_of_steps_of_their_own(checkpoi
     alone, together = logits([3], [[6], [7], [8]]), logits([5], [[6, 7, 8]])
     # Not to the bit: products of matrices, torch's here, may depend on the number of rows.
     assert (alone - together).abs().max() < 1e-5 < 0.01 < (alone[1] - alone[2]).abs().max()
+
+
+def test_hidden_states_are_those_of_the_reference(checkpoint, device):
+    folder = checkpoint("qwen3-qk-norm")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = []
+    small = functools.partial(GpuRunner, max_rows=1, max_prompt_tokens=16)
+    for model, runner_type in (
+        (triton_model(folder, device, dtype), small),
+        (load_model(folder, dtype=str(dtype).removeprefix("torch."), device="cpu", use_kernels=False), ModelRunner),
+    ):
+        config = model.config
+        layout = PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, model.dtype)
+        runner, items = runner_type(model, PagePool(layout, 6, device=model.device)), []
+        for number, pooling in enumerate(("mean", None, "last")):
+            sequence = Sequence(number, range(3 + number, 10 + number), sampling=Sampling(max_tokens=1, temperature=0))
+            sequence.page_table, sequence.pooling = [2 * number], pooling
+            items.append(StepItem(sequence, 7, wants_token=pooling is None))
+        mean, token, last = runner.run(StepPlan(items)).outcomes
+        found.append((torch.tensor(mean.state) / 7, token.token_id, torch.tensor(last.state)))
+    (mean, token_id, last), expected = found
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(mean, expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(last, expected[2], rtol=tolerance, atol=tolerance)
+    assert dtype == torch.bfloat16 or token_id == expected[1]
