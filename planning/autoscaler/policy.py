@@ -118,7 +118,8 @@ class Autoscaler:
         decode = min(decode, has_decode) if missing["decode"] else decode
         words = (
             f"up to {upper:.1f} requests/s within {reach_s:.0f} s, {seen.mean_prompt:.0f} in and "
-            f"{seen.mean_answer:.0f} out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers"
+            f"{seen.mean_answer:.0f} out: {least_prefill:.1f} prefill and {least_decode:.1f} decode workers, "
+            f"times {settings.headroom:g} for headroom"
             + (f", {extra:.1f} more for a backlog of {seen.backlog_s:.0f} s" if extra >= 0.1 else "")
             + (f"; the budget is {settings.max_workers} workers" if is_cut else "")
             + "".join(f"; {num} {role} workers do not come and are given up" for role, num in missing.items() if num)

@@ -134,12 +134,13 @@ async def bodies_beside_answers(target: Target) -> Sequence[Row]:
 @attack(32)
 async def background_responses_without_end(target: Target) -> Sequence[Row]:
     """As many responses in the background as the tenant may have, each with a long prompt, made anew all the time."""
-    asked = {"input": "a" * 20_000, "background": True, "max_output_tokens": 200, "ignore_eos": True}
+    text = "a b " * 300
+    asked = {"input": text, "background": True, "max_output_tokens": 200, "ignore_eos": True}
     return await _compared(
         target,
         "responses in the background, as many as there may be",
         worst=_posting("/v1/responses", asked, num_clients=8),
-        ordinary=_posting("/v1/completions", _plain()),
+        ordinary=_posting("/v1/completions", {"prompt": text, "max_tokens": 200, "ignore_eos": True}, num_clients=8),
     )
 
 
