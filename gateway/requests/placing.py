@@ -131,10 +131,9 @@ class Placing:
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """
         model, lane, queue_entry = request.spec.model, request.lane, request.queue_entry
-        audience = self._dispatcher.audience(request.spec)
         if self.is_served(request.spec):
             return
-
+        audience = self._dispatcher.audience(request.spec)
         takes_turns = self._turns.takes_turns(model)
 
         def is_decided() -> bool:
@@ -156,7 +155,7 @@ class Placing:
                 self._before_queue[lane] -= 1
         if not self.is_served(request.spec):
             request.spec.deadline.check()
-            if takes_turns:
+            if takes_turns and audience.regions is None:
                 raise self._turns.not_awake(model)
             where = f" for the pool {audience.pool}" if audience.pool else ""
             where += held_to(request.spec)
