@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.access.keys import digest_of_key, new_key
 from protos import worker_pb2
 from services.runtime.errors import Overloaded, WorkerUnavailable
 
@@ -256,6 +257,20 @@ async def test_a_call_has_one_line_and_counts_for_its_model(embeds: Any, make_em
     (counted,) = [line for line in text.splitlines() if line.startswith("tandem_prompt_tokens_total{")]
     assert counted.endswith(" 3.0")
     await system.until(lambda: not system.gateway.requests.num_queued)
+
+
+async def test_a_tenant_pays_for_the_tokens_of_its_texts(embeds: Any, make_embedding: Make, tmp_path: Path) -> None:
+    secret, keys = new_key(), tmp_path / "keys.toml"
+    keys.write_text(
+        f'[[key]]\nsha256 = "{digest_of_key(secret)}"\ntenant = "acme"\n[tenant.acme]\ntokens_per_minute = 10\n'
+    )
+    system = await make_embedding(embeds.give_vector, api_keys=keys)
+    headers = {"authorization": f"Bearer {secret}"}
+    paid = await system.http.post("/v1/embeddings", json={"input": [[5, 6, 7], [8, 9]]}, headers=headers)
+    assert (paid.status_code, paid.headers["x-ratelimit-limit-tokens"]) == (200, "10")
+    refused = await system.http.post("/v1/embeddings", json={"input": [5] * 6}, headers=headers)
+    assert (refused.status_code, len(attempts(system))) == (429, 2)
+    assert (await system.http.post("/v1/embeddings", json={"input": [5]})).status_code == 401
 
 
 async def test_a_gateway_that_leaves_answers_what_still_runs(make_embedding: Make) -> None:
