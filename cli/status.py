@@ -64,7 +64,7 @@ def table(cluster: Mapping[str, Any]) -> str:
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
-    lines += _turn_lines(cluster.get("turns") or {})
+    lines += turn_lines(cluster.get("turns") or {})
     lines += _pool_lines(cluster.get("pools", ()), workers)
     lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
     return "\n".join(lines) + "\n"
@@ -94,7 +94,7 @@ def _state(worker: Mapping[str, Any]) -> str:
     return f"{state}, circuit {circuit['state']}" if circuit else str(state)
 
 
-def _turn_lines(turns: Mapping[str, Any]) -> list[str]:
+def turn_lines(turns: Mapping[str, Any]) -> list[str]:
     """A line for the models that share workers: which of them is awake, and what a switch takes."""
     models, switch_s = turns.get("models") or {}, turns.get("switch_s") or {}
     if not models:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from cli.commands import CommandParser
+from cli.status import turn_lines
 from services.runtime.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
 from services.runtime.config import option
 from services.runtime.kinds import flag, number
@@ -91,6 +92,7 @@ def frame(
     held_back = [f"{one['model']} is held back: {one['said']}" for one in data.get("bottlenecks", ())]
     if held_back:
         lines += [*((line, True) for line in held_back[:MAX_TROUBLES]), ("", False)]
+    lines += [(line, False) for line in turn_lines(data.get("turns") or {})]
     workers = _table(_WORKER_HEADINGS, [_worker(worker) for worker in data["workers"]])
     lines += _headed(workers if data["workers"] else ["no worker is registered"], is_table=bool(data["workers"]))
     found = [(f"{one['id']}: {one['circuit_found']}", False) for one in data["workers"] if one.get("circuit_found")]

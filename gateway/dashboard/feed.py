@@ -172,6 +172,7 @@ class Feed:
             "troubles": [asdict(trouble) for trouble in self._troubles.all()],
             "decisions": self._decisions,
             "bottlenecks": self._requests.bottlenecks.told(),
+            "turns": self._requests.turns.state,
         }
 
     def _figures(self, seconds: int) -> dict[str, Any]:

@@ -154,8 +154,8 @@ class Placing:
             finally:
                 self._before_queue[lane] -= 1
         if not self.is_served(request.spec):
-            request.spec.deadline.check()
             if takes_turns and audience.regions is None:
+                request.spec.deadline.check()
                 raise self._turns.not_awake(model)
             where = f" for the pool {audience.pool}" if audience.pool else ""
             where += held_to(request.spec)

@@ -217,11 +217,12 @@ class ModelTurns:
             os.close(lock)
 
     def _groups(self) -> dict[str, list[str]]:
-        """Returns the names of the groups of each share, after a look at each."""
+        """Returns the names of the groups of each share that can decode, after a look at each."""
         found: dict[str, list[Member]] = {}
         for member in self._topology.members():
             if self._share_of(member):
                 found.setdefault(member.record.group, []).append(member)
+        found = {name: workers for name, workers in found.items() if any(map(_decodes, workers))}
         self._seen = {name: seen for name, seen in self._seen.items() if name in found}
         shares: dict[str, list[str]] = {}
         for name, members in found.items():
@@ -239,10 +240,7 @@ class ModelTurns:
             seen = self._seen[name] = _Seen(model, now_s, before, self._is_kept(model), busy_at_s=now_s)
         if any(member.load.running + member.load.waiting + member.session.num_open_attempts for member in members):
             seen.busy_at_s = now_s
-        roles = {member.record.role for member in members}
-        is_awake = "decode" in roles and all(
-            member.state == WorkerState.READY and member.record.model == model for member in members
-        )
+        is_awake = all(member.state == WorkerState.READY and member.record.model == model for member in members)
         if not is_awake or seen.awake_at_s is not None:
             return
         seen.awake_at_s = seen.busy_at_s = now_s
@@ -311,3 +309,7 @@ class ModelTurns:
         written = self._file(group).with_suffix(".new")
         written.write_text(model)
         written.replace(self._file(group))
+
+
+def _decodes(member: Member) -> bool:
+    return member.record.role == "decode"

@@ -217,6 +217,13 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         os.close(ours)
 
 
+def test_models_that_share_workers_stand_above_them() -> None:
+    turns = {"models": {"a": "switching", "b": "asleep"}, "switch_s": {"asleep": 0.5}}
+    said = "by turns  a switching, b asleep; a switch takes 0.5 s from asleep"
+    assert said in frame(data(turns=turns), [], width=120, height=60)
+    assert not any("by turns" in line for line in frame(data(), [], width=120, height=60))
+
+
 def test_what_holds_models_back_stands_above_the_workers() -> None:
     bottlenecks = [{"model": "demo", "said": "97% of what prefill workers can compute is taken"}]
     lines = frame(data(bottlenecks=bottlenecks), [], width=120, height=60)

@@ -340,3 +340,22 @@ async def test_watchers_hear_that_something_is_wrong(make_topology):
         topology.tell_watchers()
     topology.tell_watchers()
     assert noted == [1]
+
+
+async def test_a_pair_is_none_while_one_of_its_workers_has_another_model(make_topology):
+    """Workers that models share change one after the other; the records of each life are told apart by incarnation."""
+    small, large = {"layout_fingerprint": "small"}, {"layout_fingerprint": "large"}
+    topology = make_topology(record("d-0", **small), record("p-0", **small))
+    decode = member_of(topology, "d-0").session.peer
+    assert topology.prefill_ids("m", decode=decode) == ["p-0"]
+    changed = msgspec.structs.replace(record("p-0", incarnation="1" * 32, **large), model="n")
+    topology.take_membership([record("d-0", **small), changed])
+    come_up(member_of(topology, "p-0"), WorkerLoad(pages_total=100, pages_free=50))
+    assert [topology.prefill_ids(model, decode=decode) for model in "mn"] == [[], []]
+    assert (topology.rotation_ids("prefill", "n"), topology.rotation_ids("decode", "n")) == (["p-0"], [])
+    also = msgspec.structs.replace(record("d-0", incarnation="1" * 32, **large), model="n")
+    topology.take_membership([also, changed])
+    for member in topology.members():
+        come_up(member, WorkerLoad(pages_total=100, pages_free=50))
+    now = member_of(topology, "d-0").session.peer
+    assert [topology.prefill_ids(model, decode=now) for model in "mn"] == [[], ["p-0"]]
