@@ -13,6 +13,7 @@ from cli.doctor import DoctorSettings
 from cli.status import StatusSettings
 from cli.up_settings import UpSettings
 from decode_worker.config import DecodeWorkerConfig
+from dual_worker.config import DualWorkerConfig
 from gateway.config import GatewayConfig
 from prefill_worker.config import PrefillWorkerConfig
 
@@ -26,7 +27,9 @@ def flags(settings: Any) -> set[str]:
 
 
 def test_no_flag_is_named_that_does_not_exist() -> None:
-    known = set().union(*map(flags, [*SETTINGS, BenchSettings, ChatSettings, DoctorSettings, StatusSettings]))
+    known = set().union(
+        *map(flags, [*SETTINGS, DualWorkerConfig, BenchSettings, ChatSettings, DoctorSettings, StatusSettings])
+    )
     assert set(re.findall(r"`(--[a-z][a-z-]*)", HANDBOOK)) - known - {"--help"} == set()
 
 
