@@ -16,11 +16,11 @@ from tests.faults.cases import EVERY_PROMPT_IS_HANDED_OVER
 from tests.faults.client import Answer, Refused, http_generate
 from tests.faults.harness import FaultCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 REGIONS = ("eu", "us")
 LOST = "in the region eu, to which the request's data is held"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 
 
 @dataclass
