@@ -111,12 +111,16 @@ def image_name(image: str) -> str:
 
 @dataclass
 class ContainerCluster(FaultCluster):
-    """G gateways, two prefill and two decode workers, Valkey and Prometheus: the containers of compose.yaml.
+    """G gateways, P prefill and D decode workers (2 at most), Valkey and Prometheus: the containers of compose.yaml.
 
-    A program's process is that of its container; it may have been started again by podman.
+    A program's process is that of its container; it may have been started again by podman. `others` are further
+    services, `changes` a file that is laid over compose.yaml, `environment` what its variables are.
     """
 
     podman: Podman = field(kw_only=True)
+    others: Sequence[str] = ()
+    changes: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-containers-"))
@@ -125,6 +129,8 @@ class ContainerCluster(FaultCluster):
         self._seen: dict[str, str] = {}
         self._gone: dict[str, str] = {}
         self._files = [COMPOSE / "compose.yaml", REPOSITORY / "tests" / "containers" / "compose.yaml"]
+        if self.changes is not None:
+            self._files.append(self.changes)
         self.prometheus = f"127.0.0.1:{free_port()}"
         self._environment = {
             "COMPOSE_PROFILES": "cpu",
@@ -136,11 +142,13 @@ class ContainerCluster(FaultCluster):
             "HTTP_PORT": "",
             "GRPC_PORT": "",
             "PROMETHEUS_PORT": self.prometheus.partition(":")[2],
+            **self.environment,
         }
         self._remove()
         try:
-            workers = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)]
-            self.up("valkey", "prometheus", "gateway", *workers, f"--scale=gateway={self.gateways}")
+            workers = [f"prefill-{number}" for number in range(self.prefill)]
+            workers += [f"decode-{number}" for number in range(self.decode)]
+            self.up("valkey", "prometheus", "gateway", *workers, *self.others, f"--scale=gateway={self.gateways}")
             for number in range(self.gateways):
                 self._add_program(f"gateway-{number}", "gateway")
             for name in workers:
@@ -161,7 +169,7 @@ class ContainerCluster(FaultCluster):
 
     def up(self, *arguments: str, blue_green: bool = False) -> None:
         """Makes and starts what is named."""
-        if blue_green and len(self._files) == 2:
+        if blue_green and COMPOSE / "blue-green.yaml" not in self._files:
             self._files.insert(1, COMPOSE / "blue-green.yaml")
         self._compose("up", "--detach", "--no-deps", *arguments)
 

@@ -247,6 +247,7 @@ async def test_from_blue_to_green_no_answer_is_lost_and_none_mixes_both(cluster,
         for told_by in (of_blue, of_green)
     ]
     row = opened.row
+    cluster.keep_logs |= row.lost > 0
     say(f"blue to green: {row.answers} answers, {row.lost} lost, {len(mixed)} mixed; {of_each} told apart")
     assert all(of_each), "nothing tells the answers of one from those of the other"
     assert (row.lost, mixed, row.leaks) == (0, [], []), [run.error for run in opened.load.lost()]
