@@ -309,7 +309,7 @@ def test_the_handbook_names_what_there_is() -> None:
     assert asked is not None
     assert {name.split("=")[0] for name in asked[1].split("&")} == set(Query.__struct_fields__)
     pictures = [ROOT / "docs" / name for name in re.findall(r"images/[a-z-]+\.png", text)]
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert picture.stat().st_size < 200_000

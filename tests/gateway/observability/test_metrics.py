@@ -434,6 +434,7 @@ def all_moved():
     metrics.moves.labels("begun").inc()
     metrics.rebalanced.labels("faster", "moved").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
+    metrics.model_switches.labels("small", "disk").observe(1.0)
     metrics.tiers.labels("auto", "small", "cheap").inc()
     metrics.batch_rows.labels("completed").inc()
     use = MemoryUse(
