@@ -22,8 +22,9 @@ from services.runtime.worker_state import FOUND, UNFOUND, WorkerState
 from worker.config import WorkerConfig
 from worker.engine_worker import EngineWorker
 
-# Sessions are closed by then; what is left are health checks and Links that end by themselves.
-SERVER_GRACE_S = 1.0
+SERVER_GRACE_S = 5.0
+"""How long a worker that ends waits for gateways to read the last events: on a busy machine one may be seconds behind,
+and what it has not read is lost, with the end of an answer that perhaps nobody else may continue."""
 PUBLISH_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.25
 CONFIRM_INTERVAL_S = 0.05

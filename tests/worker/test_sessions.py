@@ -14,6 +14,7 @@ import pytest
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import errors, rpc
 from services.structured.form_places import NUM_PLACES
+from worker import host
 from worker import sessions as session
 
 INCARNATION = "a" * 32
@@ -32,6 +33,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.failure: Exception | None = None
         self.num_loads = 0
         self.channel: grpc.aio.Channel | None = None
+        self.server: rpc.RpcServer | None = None
         self.gpu: worker_pb2.GpuFacts | None = None
         self.links: list[worker_pb2.PeerLink] = []
         self.counts = worker_pb2.WorkerCounts(preemptions={"place": 1})
@@ -81,7 +83,7 @@ async def serving(limits: session.SessionLimits | None = None) -> AsyncIterator[
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server.server)
     port = await server.start("127.0.0.1", 0)
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
-        worker.channel = channel
+        worker.channel, worker.server = channel, server
         yield worker, worker_pb2_grpc.DecodeWorkerStub(channel)
     await server.stop(0)
 
@@ -548,3 +550,21 @@ async def test_what_was_emitted_before_a_worker_leaves_arrives(served: tuple[Wor
     events = await events_of(call, 5000)
     assert [event.id.request_id for event in events] == [f"r{index}" for index in range(5000)]
     assert type(await status_of(call)) is errors.WorkerUnavailable
+
+
+async def test_a_gateway_that_is_behind_gets_all_events_of_a_worker_that_ends(served: tuple[Worker, Any]) -> None:
+    """On a busy machine a gateway reads the last tokens seconds later, and nobody else may continue such an answer."""
+    worker, stub = served
+    call, num_events = await opened(stub), 60_000
+    await call.write(batch(admit("x")))
+    await soon(worker.arrived)
+    (running,) = worker.sessions.sessions
+    tokens = worker_pb2.Tokens(token_ids=range(200_000, 200_020))
+    worker.sessions.emit_many([session.Emission(running, "x", 1, tokens)] * num_events)
+    worker.sessions.close()
+    assert worker.server is not None
+    ending = asyncio.create_task(worker.server.stop(host.SERVER_GRACE_S))
+    await asyncio.sleep(1.5)  # The gateway has other things to do; what is sent meanwhile fills the stream's window.
+    assert len(await events_of(call, num_events)) == num_events
+    assert type(await status_of(call)) is errors.WorkerUnavailable
+    await ending
