@@ -107,10 +107,10 @@ class Requests:
             clock=clock,
         )
         self.monitor = Monitor(dispatcher, topology, models=[model.name for model in catalog], clock=clock)
-        self._quarantine = Quarantine(
+        self.quarantine = Quarantine(
             topology, dispatcher, known=quarantine, metrics=metrics, policies=policies, clock=clock
         )
-        self._failover = Failover(self._quarantine, dispatcher, policies=policies, metrics=metrics, clock=clock)
+        self._failover = Failover(self.quarantine, dispatcher, policies=policies, metrics=metrics, clock=clock)
         self._moves = Moves(topology=topology, dispatcher=dispatcher, metrics=metrics)
         itl_target_s = self.log.history.targets.itl_s
         self.bottlenecks = BottleneckWatch(topology.members, self._population, itl_target_s=itl_target_s, clock=clock)
@@ -287,7 +287,7 @@ class Requests:
         finally:
             timer.cancel()
             del self._open[request]
-            self._quarantine.end_trial(request)
+            self.quarantine.end_trial(request)
             lane.note_ended(entry)
             self.num_running -= request.is_running
             observer.ended(request, error)
@@ -318,7 +318,7 @@ class Requests:
     async def _place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.forget_attempt()
-        self._quarantine.check(request)
+        self.quarantine.check(request.spec)
         attempt = await self._placing.place(request, observer)
         self.num_running += request.count_as_running()
         return attempt
@@ -334,7 +334,7 @@ class Requests:
         watch = attempt.watch
         if num_tokens:
             request.bookings.note_prompt_done()
-            self._quarantine.end_trial(request)
+            self.quarantine.end_trial(request)
         if num_tokens or attempt.prompt_done_at_s is not None:
             watch.note_prompt_done()
         if attempt.is_decoding:

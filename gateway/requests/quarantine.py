@@ -109,9 +109,9 @@ class Quarantine:
         self._deaths: dict[str, _Death] = {}
         """The deaths of processes that may have died of a request, without those that a guilty one has killed."""
 
-    def check(self, request: RunningAnswer) -> None:
+    def check(self, spec: AnswerSpec) -> None:
         """Raises Quarantined for a request that must not be computed."""
-        if len(self._known) and fingerprint_of(request.spec) in self._known:
+        if len(self._known) and fingerprint_of(spec) in self._known:
             raise Quarantined(QUARANTINED)
 
     async def hear_out(self, attempt: Attempt) -> None:
@@ -185,12 +185,16 @@ class Quarantine:
         for request in self._awaiting_trial:
             request.mailbox.nudge()
 
-    def _note_poison(self, request: RunningAnswer) -> None:
+    def condemn(self, spec: AnswerSpec, *, num_deaths: int) -> None:
+        """Has a request refused from now on, for a while."""
         self._metrics.quarantined.inc()
-        told = {"request_id": request.spec.request_id, "model": request.spec.model, "deaths": len(request.strikes)}
+        told = {"request_id": spec.request_id, "model": spec.model, "deaths": num_deaths}
         logger.warning("a request is quarantined: workers have died of computing it", extra=told)
-        if fingerprint := fingerprint_of(request.spec):
+        if fingerprint := fingerprint_of(spec):
             self._known.add(fingerprint)
+
+    def _note_poison(self, request: RunningAnswer) -> None:
+        self.condemn(request.spec, num_deaths=len(request.strikes))
         for strike in request.strikes:
             for incarnation in strike.suspects:
                 self._deaths.pop(incarnation, None)

@@ -39,6 +39,7 @@ from gateway.topology.events import (
 from gateway.topology.members import Topology
 from gateway.topology.session import PrefillSession, WorkerSession
 from gateway.types import AskedSampling
+from gateway.vectors.suspects import Suspects
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -86,6 +87,7 @@ class Embedder:
     ) -> None:
         self._requests = requests
         self._topology = topology
+        self._suspects = Suspects(topology, requests.quarantine)
         self._policies = policies
         self._metrics = metrics
         self._clock = clock
@@ -161,25 +163,30 @@ class Embedder:
                 raise DeadlineExceeded("the request's deadline passed") from None
 
     async def _vector(self, spec: AnswerSpec, order: VectorOrder, texts: "_Texts") -> bytes:
-        """Returns the vector of one text, after as many attempts as the operator allows."""
+        """Returns the vector of one text, after as many attempts as the operator allows. Raises Quarantined."""
+        self._requests.quarantine.check(spec)
         tried: set[str] = set()
+        strikes: set[str] = set()
         number = num_failures = 0
         was_refused = False
         while True:
             number += 1
-            with await self._place(spec, tried, was_refused=was_refused) as place:
-                texts.note_placed(place.session)
-                try:
-                    return await self._ask(place.session, spec, number, order=order, texts=texts)
-                except Overloaded:
-                    was_refused = True
-                except TRY_AGAIN as failure:
-                    num_failures += 1
-                    tried.add(place.session.peer.incarnation)
-                    texts.note_failure(failure, spec, number)
-                    if num_failures >= self._policies.max_attempts:
-                        raise failure.again() from failure
-                    self._metrics.note_retry(reason_of(failure))
+            async with self._suspects.trial(strikes):
+                with await self._place(spec, tried, was_refused=was_refused) as place:
+                    texts.note_placed(place.session)
+                    try:
+                        return await self._ask(place.session, spec, number, order=order, texts=texts)
+                    except Overloaded:
+                        was_refused = True
+                        continue
+                    except TRY_AGAIN as error:
+                        failure, incarnation = error.again(), place.session.peer.incarnation
+            tried.add(incarnation)
+            texts.note_failure(failure, spec, number)
+            num_failures += self._suspects.judge(failure, spec, strikes=strikes, incarnation=incarnation)
+            if num_failures >= self._policies.max_attempts:
+                raise failure
+            self._metrics.note_retry(reason_of(failure))
 
     def _choice(self, spec: AnswerSpec, tried: Set[str] = frozenset()) -> "_Choice":
         far_s = functools.partial(self._policies.router.settings.far_s, self._policies.region)
