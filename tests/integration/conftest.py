@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,7 @@ class WorkerProcess:
     process: subprocess.Popen[bytes]
     log: Path
     store: Callable[[], Store]
+    cluster: str
     record: WorkerRecord | None = None
 
     @property
@@ -154,7 +156,8 @@ def start_worker(
     `before` is a piece of Python that the process runs before it begins.
     """
     started: list[WorkerProcess] = []
-    cluster = f"workers-{os.getpid()}"
+    # Not that of an earlier call: a killed worker's record stays for as long as its lease, and its address with it.
+    cluster = f"workers-{uuid.uuid4().hex}"
 
     def store() -> Store:
         return Store(redis_url, cluster=cluster, timeout_s=5.0)
@@ -172,7 +175,7 @@ def start_worker(
         command = [sys.executable, *program, f"--id={worker_id}", *arguments]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, env=environment)
-        started.append(WorkerProcess(worker_id, process, log, store))
+        started.append(WorkerProcess(worker_id, process, log, store, cluster))
         return started[-1]
 
     yield start

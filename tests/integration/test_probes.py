@@ -1,7 +1,6 @@
 """What probes say of real processes: loading, ready, draining, fenced, frozen, and without Redis or workers."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -70,7 +69,7 @@ async def test_a_worker_is_ready_from_its_load_to_its_drain(
     else:
         record = msgspec.structs.replace(worker.record, incarnation=new_incarnation())
         record = msgspec.structs.replace(record, started_unix_ns=record.started_unix_ns + 10**9)
-        newer = WorkerLease(redis_url, cluster=f"workers-{os.getpid()}", record=record)
+        newer = WorkerLease(redis_url, cluster=worker.cluster, record=record)
         newer.start()
     try:
         await until(address, (True, False))
