@@ -17,6 +17,7 @@ from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
+    PooledState,
     SampledToken,
     SampledTokens,
     StepItem,
@@ -218,7 +219,8 @@ class DecodeLoop(DecodeEngine):
     def _item(self, work: Work, proposal: Proposal | None) -> StepItem:
         sequence = self._sequences[work.key]
         assert sequence.num_computed_tokens == work.start, "the schedule and the sequence agree"
-        return StepItem(sequence, work.num_tokens, proposed=() if proposal is None else proposal.token_ids)
+        proposed = () if proposal is None else proposal.token_ids
+        return StepItem(sequence, work.num_tokens, sequence.pooling is None, proposed)
 
     def _apply(self, work: Work, outcome: StepOutcome, proposal: Proposal | None) -> Advance:
         if isinstance(outcome, SampledTokens):
@@ -235,6 +237,7 @@ class DecodeLoop(DecodeEngine):
         finish_reason = None
         if isinstance(outcome, SampledToken):
             sequence.append_token(outcome.token_id)
+        if isinstance(outcome, SampledToken | PooledState):
             finish_reason = sequence.finish_reason()
         if finish_reason is not None or isinstance(outcome, NonFiniteLogits):
             self.free(work.key)

@@ -160,7 +160,7 @@ class DecodePages(EnginePages):
         """
         sequence = self._sequences[key]
         num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
-        num_findable_tokens = 0 if sequence.reports_prompt else num_nameable_tokens
+        num_findable_tokens = 0 if sequence.needs_whole_prompt else num_nameable_tokens
         keys = self._chains[key].extend(sequence.token_ids, num_nameable_tokens)
         num_cached = self._fill(
             key,

@@ -12,7 +12,6 @@ from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
-    PooledState,
     SampledToken,
     StepItem,
     StepOutcome,
@@ -124,10 +123,7 @@ class PrefillLoop(PrefillEngine):
 
     def _apply(self, chunk: Chunk, outcome: StepOutcome) -> ComputedChunk:
         sequence = self._sequences[chunk.key]
-        if isinstance(outcome, PooledState):
-            sequence.pooled = outcome.state
-        else:
-            outcome = with_whole_prompt(sequence, chunk.start, outcome)
+        outcome = with_whole_prompt(sequence, chunk.start, outcome)
         assert sequence.num_computed_tokens == chunk.start, "the schedule and the sequence agree"
         end = sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         if isinstance(outcome, NonFiniteLogits):

@@ -10,7 +10,7 @@ from decode_worker.engine_loop import decode_loop
 from decode_worker.mask_pace import PacedMasks
 from services.engine.rehearsal import load_rehearsed_engine
 from services.engine.steps.limits import SequenceLimits
-from services.engine.steps.sequence import Grammar, Sampling, Sequence
+from services.engine.steps.sequence import Grammar, Pooling, Sampling, Sequence
 from services.engine.thread import EngineThread
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.config import did_you_mean, read, settings_of
@@ -82,12 +82,14 @@ class LocalEngine:
         sampling: Sampling,
         listener: Listener,
         grammar: Grammar | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """Puts a sequence in line; the listener hears of it until `free`, its end or the engine's. From any thread.
 
-        Each sequence that must keep to a grammar has one of its own.
+        Each sequence that must keep to a grammar has one of its own. One with a `pooling` is embedded, not answered.
         """
         sequence = Sequence(key, prompt_token_ids, sampling=sampling, grammar=grammar)
+        sequence.pooling = pooling
 
         def start() -> None:
             self._listeners[key] = listener

@@ -5,23 +5,28 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
+import numpy as np
+
 from gateway.models.answer_text import AnswerText
+from gateway.models.embedding import AUTO, EMBEDDINGS, read_rule
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
-from services.engine.steps.sequence import Sampling
-from services.engine.steps.step import NonFiniteLogits, NothingAllowed
+from prefill_worker.embeddings import EmbeddingWish
+from services.engine.steps.sequence import Pooling, Sampling
+from services.engine.steps.step import NonFiniteLogits, NothingAllowed, PooledState
 from services.hub.models import local_model
 from services.hub.source import model_source
 from services.runtime import extras
-from services.runtime.errors import InvalidRequest, ModelError, TandemError
+from services.runtime.errors import ConfigError, InvalidRequest, ModelError, TandemError
 from services.structured.compiler import FormChecks, GrammarCompiler
 from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 from tandem.engine import Listener, LocalEngine, worker_settings
-from tandem.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from tandem.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, TokenLogprob
 from tandem.params import SamplingParams
 from worker.engine import Advance
 
@@ -84,20 +89,28 @@ class _Answer:
 _News = asyncio.Queue[tuple[_Answer, Advance | TandemError]]
 
 
+def _note(news: _News, answer: _Answer, heard: Advance | TandemError) -> None:
+    news.put_nowait((answer, heard))
+
+
 class AsyncLLM:
     """A model in this process, for programs with an event loop; all calls are made on the same one.
 
     `model` is a checkpoint's folder or its name on the Hugging Face hub; the demo model if not given. `settings` are
-    those of a decode worker about computing: `AsyncLLM("org/model", kv_memory="4GiB", threads=4)`. Loading takes its
-    time in the constructor. Raises ModelError or ConfigError.
+    those of a decode worker about computing: `AsyncLLM("org/model", kv_memory="4GiB", threads=4)`. `embeddings` says
+    whether the model embeds texts, as a gateway's --embeddings. Loading takes its time in the constructor. Raises
+    ModelError or ConfigError.
     """
 
-    def __init__(self, model: str | Path | None = None, **settings: object) -> None:
+    def __init__(self, model: str | Path | None = None, *, embeddings: str = AUTO, **settings: object) -> None:
+        if embeddings not in EMBEDDINGS:
+            raise ConfigError(f"embeddings must be one of {', '.join(EMBEDDINGS)}, not {embeddings!r:.100}")
         extras.check("worker")
         folder = local_model(model_source().parse(str(DEMO_MODEL if model is None else model)))
         files = read_model_files(folder)
         self.tokenizer = ModelTokenizer(files)
         self._eos_token_ids = files.facts.eos_token_ids
+        self._embedding = read_rule(folder, embeddings)
         self._engine = LocalEngine(worker_settings(str(folder), settings))
         vocabulary = self._engine.limits.vocab_size
         self._grammars = GrammarCompiler(Grammars(folder / "tokenizer.json", vocab_size=vocabulary))
@@ -112,7 +125,7 @@ class AsyncLLM:
 
         Raises InvalidRequest that names what is wrong, or WorkerUnavailable where the engine has ended.
         """
-        token_ids = await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = await self._token_ids(prompt)
         text = prompt if isinstance(prompt, str) else None
         name = request_id or f"request-{next(self._numbers)}"
         async for answers in self._answers(token_ids, params or SamplingParams()):
@@ -127,7 +140,7 @@ class AsyncLLM:
 
     async def last(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Returns the complete answers to a prompt."""
-        token_ids = await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = await self._token_ids(prompt)
         answers: Sequence[_Answer] = ()
         async for grown in self._answers(token_ids, params or SamplingParams()):
             answers = grown
@@ -135,9 +148,60 @@ class AsyncLLM:
         outputs = tuple(answer.output() for answer in answers)
         return RequestOutput(f"request-{next(self._numbers)}", text, token_ids, outputs)
 
+    async def embed(
+        self, prompt: Prompt, *, dimensions: int | None = None, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """Returns the vector of a text, cut to its first `dimensions` numbers where the model is made for it.
+
+        Raises InvalidRequest that names what is wrong or why the model embeds no texts, or WorkerUnavailable where the
+        engine has ended.
+        """
+        if isinstance(self._embedding, str):
+            raise InvalidRequest(f"the model gives no embeddings: {self._embedding}", field="model")
+        rule = self._embedding.cut_to(dimensions)
+        token_ids = await self._token_ids(prompt)
+        self._check(token_ids, most=self._engine.limits.max_sequence_tokens)
+        state = await self._pooled_state(token_ids, rule.pooling)
+        vector = EmbeddingWish(rule.pooling, rule.num_dimensions, rule.is_normalized).vector(
+            state, num_tokens=len(token_ids)
+        )
+        return EmbeddingRequestOutput(
+            request_id or f"request-{next(self._numbers)}",
+            prompt if isinstance(prompt, str) else None,
+            token_ids,
+            EmbeddingOutput(np.frombuffer(vector, "<f4").tolist()),
+        )
+
     def close(self) -> None:
         """Ends what runs, and gives the model's memory back. May be called again."""
         self._engine.close()
+
+    async def _token_ids(self, prompt: Prompt) -> list[int]:
+        return await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    async def _pooled_state(self, token_ids: list[int], pooling: Pooling) -> np.ndarray:
+        """Returns what the engine has pooled of a prompt's hidden states, float32 [hidden]."""
+        loop, heard, key = asyncio.get_running_loop(), asyncio.Queue[Advance | TandemError](), object()
+        async with self._places:
+            try:
+                self._engine.begin(
+                    key,
+                    token_ids,
+                    sampling=Sampling(max_tokens=1),
+                    listener=_sending(loop, heard.put_nowait),
+                    pooling=pooling,
+                )
+                while True:
+                    advance = await heard.get()
+                    if isinstance(advance, TandemError):
+                        raise advance
+                    if isinstance(advance.outcome, NonFiniteLogits):
+                        raise ModelError("the text's vector is not finite: the model's weights or its dtype do not fit")
+                    if advance.finish_reason is not None:
+                        assert isinstance(advance.outcome, PooledState), "the last step of such a prompt pools it"
+                        return advance.outcome.state
+            finally:
+                self._engine.free(key)
 
     async def _answers(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Sequence[_Answer]]:
         """The answers after each step that brought one of them something."""
@@ -149,7 +213,7 @@ class AsyncLLM:
             with ExitStack() as held:
                 for answer, sampling, grammar in zip(answers, samplings, grammars, strict=True):
                     held.callback(self._engine.free, answer)
-                    listener = _sending(loop, news, answer)
+                    listener = _sending(loop, partial(_note, news, answer))
                     self._engine.begin(answer, token_ids, sampling=sampling, listener=listener, grammar=grammar)
                 while not all(answer.has_ended for answer in answers):
                     answer, advance = await news.get()
@@ -183,16 +247,18 @@ class AsyncLLM:
         return _Answer(index, text, has_logprobs=params.logprobs is not None)
 
     def _room(self, token_ids: Sequence[int]) -> int:
-        limit, vocabulary = self._engine.limits.max_sequence_tokens, self._engine.limits.vocab_size
+        limit = self._engine.limits.max_sequence_tokens
+        self._check(token_ids, most=limit - 1)
+        return limit - len(token_ids)
+
+    def _check(self, token_ids: Sequence[int], *, most: int) -> None:
+        vocabulary = self._engine.limits.vocab_size
         if not token_ids:
             raise InvalidRequest("the prompt is empty", field="prompt")
         if any(not 0 <= token_id < vocabulary for token_id in token_ids):
             raise InvalidRequest(f"a prompt's token ids must be from 0 to {vocabulary - 1}", field="prompt")
-        if len(token_ids) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens and there is room for {limit - 1}", field="prompt"
-            )
-        return limit - len(token_ids)
+        if len(token_ids) > most:
+            raise InvalidRequest(f"the prompt has {len(token_ids)} tokens and there is room for {most}", field="prompt")
 
 
 class LLM:
@@ -201,8 +267,8 @@ class LLM:
     Takes what AsyncLLM takes. Use it as a scope, or call `close`, to give the model's memory back.
     """
 
-    def __init__(self, model: str | Path | None = None, **settings: object) -> None:
-        self._inside = AsyncLLM(model, **settings)
+    def __init__(self, model: str | Path | None = None, *, embeddings: str = AUTO, **settings: object) -> None:
+        self._inside = AsyncLLM(model, embeddings=embeddings, **settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem llm", daemon=True)
         self._thread.start()
@@ -238,6 +304,13 @@ class LLM:
         prompts = self._run(self._all([encode(conversation) for conversation in conversations]))
         return self.generate(prompts, params)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of each text, in the texts' order. Raises what `AsyncLLM.embed` does."""
+        embed = self._inside.embed
+        return self._run(self._all([embed(prompt, dimensions=dimensions) for prompt in _each(prompts)]))
+
     def close(self) -> None:
         """Ends what runs, and gives the model's memory back. May be called again."""
         self._inside.close()
@@ -270,12 +343,12 @@ class LLM:
             raise
 
 
-def _sending(loop: asyncio.AbstractEventLoop, news: _News, answer: _Answer) -> Listener:
-    """A listener that passes what it hears of an answer on to the event loop, unless that has ended."""
+def _sending(loop: asyncio.AbstractEventLoop, take: Listener) -> Listener:
+    """Returns a listener that has the event loop, unless it has ended, call another one."""
 
     def send(heard: Advance | TandemError) -> None:
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(news.put_nowait, (answer, heard))
+            loop.call_soon_threadsafe(take, heard)
 
     return send
 

@@ -30,6 +30,23 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector: the numbers that the server's /v1/embeddings answers."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A text with its vector; `prompt` is None where it was given as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A prompt with its answers; `prompt` is None where it was given as token ids."""
 

@@ -210,14 +210,15 @@ class Advance(NamedTuple):
 
     `num_tokens` were computed from `start` on. `token_index` is the place in the answer of `outcome`'s token, or of the
     first of several: all but the last of them were proposed. `outcome` is None where the step computed a part of the
-    prompt or replayed a token. A sequence with a `finish_reason` or a failure has left the batch, its pages free.
+    prompt or replayed a token; for a prompt that is embedded it is what was pooled so far. A sequence with a
+    `finish_reason` or a failure has left the batch, its pages free.
     """
 
     key: Hashable
     start: int
     num_tokens: int
     token_index: int
-    outcome: SampledToken | SampledTokens | NonFiniteLogits | None
+    outcome: SampledToken | SampledTokens | PooledState | NonFiniteLogits | None
     finish_reason: FinishReason | None
     guesses: Guesses | None = None
 

@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gateway.types import Pooling
-from services.runtime.errors import ModelError
+from services.runtime.errors import InvalidRequest, ModelError
 from services.runtime.model_facts import read_json_object, read_text
 
 MODULES = "modules.json"
-AUTO, MATRYOSHKA, OFF = "auto", "matryoshka", "off"
+EMBEDDINGS = AUTO, _, MATRYOSHKA, OFF = "auto", "on", "matryoshka", "off"
+"""Which models embed texts."""
 
 _POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 """The poolings that are computed, by what `pooling_mode` and `pooling_mode_…` call them."""
@@ -29,11 +30,21 @@ class EmbeddingRule:
     num_dimensions: int
     shorter: frozenset[int] | None = frozenset()
 
-    def allows(self, num_dimensions: int) -> bool:
-        """Returns whether vectors may have this many dimensions."""
-        if num_dimensions == self.num_dimensions:
-            return True
-        return 0 < num_dimensions < self.num_dimensions and (self.shorter is None or num_dimensions in self.shorter)
+    def cut_to(self, num_dimensions: int | None) -> "EmbeddingRule":
+        """Returns the rule of vectors with this many dimensions; None: all. Raises InvalidRequest."""
+        most = self.num_dimensions
+        if num_dimensions is None or num_dimensions == most:
+            return self
+        if not 0 < num_dimensions < most or (self.shorter is not None and num_dimensions not in self.shorter):
+            sizes = ", ".join(map(str, sorted({most, *(self.shorter or ())})))
+            rule = f"at most {most}" if self.shorter is None else f"one of {sizes}"
+            raise InvalidRequest(
+                f"dimensions must be {rule}: the model's vectors cannot be cut otherwise",
+                field="dimensions",
+                code="invalid_value",
+            )
+        # One that was cut is as long as one that was not.
+        return replace(self, num_dimensions=num_dimensions, is_normalized=True)
 
 
 class _NotComputed(Exception):

@@ -121,16 +121,8 @@ class Embedder:
 
     def order_for(self, call: Call, num_dimensions: int | None = None) -> VectorOrder:
         """Completes a call whose prompts are to be embedded; returns how. Raises InvalidRequest or NotFound."""
-        rule = self.rule_of(call.model)
-        wanted = rule.num_dimensions if num_dimensions is None else num_dimensions
-        if not rule.allows(wanted):
-            sizes = [rule.num_dimensions] if rule.shorter is None else sorted({rule.num_dimensions, *rule.shorter})
-            rule_words = f"at most {sizes[0]}" if rule.shorter is None else f"one of {', '.join(map(str, sizes))}"
-            raise InvalidRequest(
-                f"dimensions must be {rule_words}: the model's vectors cannot be cut otherwise",
-                field="dimensions",
-                code="invalid_value",
-            )
+        rule = self.rule_of(call.model).cut_to(num_dimensions)
+        wanted = rule.num_dimensions
         if len(call.prompts) * wanted * 4 > MAX_VECTOR_BYTES:
             raise InvalidRequest(
                 f"{call.prompt_field} has {len(call.prompts)} texts; of vectors with {wanted} dimensions, a call may "
@@ -138,8 +130,7 @@ class Embedder:
                 field=call.prompt_field,
             )
         call.is_embedded, call.sampling = True, AskedSampling(max_tokens=1)
-        # One that was cut is as long as one that was not.
-        return VectorOrder(rule.pooling, wanted, rule.is_normalized or wanted < rule.num_dimensions)
+        return VectorOrder(rule.pooling, wanted, rule.is_normalized)
 
     async def vectors(self, accepted: AcceptedCall, order: VectorOrder) -> EmbeddedTexts:
         """Returns the vectors of an accepted call's prompts.

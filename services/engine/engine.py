@@ -33,6 +33,7 @@ from services.engine.steps.sequence import FinishReason, Grammar, Sampling, Sequ
 from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
+    PooledState,
     SampledToken,
     StepItem,
     StepPlan,
@@ -429,6 +430,7 @@ class Engine:
             sequence.num_computed_tokens += item.num_scheduled_tokens
             if outcome is None:
                 continue
+            assert not isinstance(outcome, PooledState), "nothing is embedded here"
             if isinstance(outcome, SampledToken):
                 sequence.append_token(outcome.token_id)
             outputs.append(EngineOutput(sequence, outcome, sequence.finish_reason()))

@@ -2,6 +2,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,9 @@ from decode_worker.scheduler import BatchScheduler
 from services.engine.cache.host_tier import HostTier
 from services.engine.cache.pages import PageAllocator
 from services.engine.cache.swap import SwapSpace
-from services.engine.steps.sequence import Sampling, Sequence
-from services.engine.steps.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
+from services.engine.steps.pooling import pooled_states
+from services.engine.steps.sequence import Pooling, Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, PooledState, SampledToken, StepOutcome, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled
 from services.runtime.page_keys import page_keys
@@ -51,7 +53,7 @@ class FakeRunner:
 
     def compute(self, plan: StepPlan) -> StepResult:
         self.batches.append(len(plan.items))
-        outcomes: list[SampledToken | PromptTokens | NonFiniteLogits | None] = []
+        outcomes: list[StepOutcome] = []
         held = Counter(page for item in plan.items for page in item.sequence.page_table)
         for item in plan.items:
             sequence = item.sequence
@@ -76,6 +78,9 @@ class FakeRunner:
             )
             if is_broken:
                 outcomes.append(NonFiniteLogits("NaN"))
+            elif item.num_pooled:
+                rows = np.array(sequence.token_ids[end - item.num_pooled : end], np.float32)[:, None]
+                outcomes += pooled_states([item], rows)
             else:
                 token = SampledToken(next_token(sequence.token_ids)) if item.is_sampled else None
                 outcomes.append(with_reports(item, token))
@@ -607,6 +612,32 @@ def test_a_prompt_that_is_reported_is_computed_though_it_is_cached(num_pages: in
     assert [token.prompt for token in rest] == [None, None]
     num_computed = sum(advance.num_tokens for advance in bench.advances("b"))
     assert (num_computed > len(prompt) + 2) == (num_pages < 64)
+    bench.until_rest()
+
+
+@pytest.mark.parametrize("num_slots", [0, 8], ids=["computed again", "swapped"])
+@pytest.mark.parametrize("num_pages", [64, 16], ids=["alone", "preempted"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompt_is_embedded_and_ends_with_its_last_step(pooling: Pooling, num_pages: int, num_slots: int) -> None:
+    bench, prompt = Bench(step_tokens=5, num_pages=num_pages, num_slots=num_slots), list(range(3, 22))
+    bench.local("a", prompt[:9], max_tokens=1)
+    bench.run()
+    embedded = sequence("b", prompt, max_tokens=1, emitted=[])
+    embedded.pooling = pooling
+    bench.loop.start(embedded, salt=SALT, service_class=2)
+    bench.loop.step()
+    if num_pages < 64:
+        bench.local("c", list(range(50, 98)), max_tokens=4, service_class=1)
+    bench.run()
+    *steps, last = bench.advances("b")
+    assert ([step.finish_reason for step in steps], last.finish_reason) == ([None] * len(steps), "stop")
+    assert isinstance(last.outcome, PooledState)
+    assert last.outcome.state.tolist() == [prompt[-1] if pooling == "last" else sum(prompt)]
+    # The pages that a left hold no hidden states for the mean.
+    num_computed = sum(advance.num_tokens for advance in bench.advances("b"))
+    assert num_computed >= len(prompt) - (8 if pooling == "last" else 0)
+    assert any(one.key == "b" for report in bench.reports for one in report.preempted) == (num_pages < 64)
+    assert len(bench.tokens("c")) == (4 if num_pages < 64 else 0)
     bench.until_rest()
 
 

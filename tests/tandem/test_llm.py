@@ -5,21 +5,34 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from prefill_worker.embeddings import EmbeddingWish
+from prefill_worker.engine_loop import prefill_loop
+from services.engine.engine import load_engine
+from services.engine.steps import sequence as sequences
+from services.engine.steps.step import PooledState
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tandem.llm import DEMO_MODEL
+from worker.engine import PrefillReport
 
-SETTINGS = {"kv_pages": 64, "threads": 1, "max_batch": 4}
+SETTINGS = {"kv_pages": 64, "threads": 1, "max_batch": 4, "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["def length(", "import os\n", "class Node:\n    def __init__(self, ", "for line in "]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(DEMO_MODEL, **SETTINGS) as running:
+    with LLM(DEMO_MODEL, embeddings="matryoshka", **SETTINGS) as running:
         yield running
 
 
@@ -85,6 +98,109 @@ def test_a_conversation_is_written_by_the_models_template(llm: LLM) -> None:
     assert "Write a function." in llm.tokenizer.decode(output.prompt_token_ids)
     two = llm.chat([[{"role": "user", "content": "Write a function."}]] * 2, GREEDY)
     assert texts(two) == texts([output]) * 2
+
+
+def transformers_states(running: LLM, text: str) -> np.ndarray:
+    """Hidden states of a text after the last norm, [tokens, hidden]."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    token_ids = asyncio.run(running.tokenizer.encode(text))
+    with torch.no_grad():
+        states: np.ndarray = model.model(torch.tensor([token_ids])).last_hidden_state[0].numpy()
+    return states
+
+
+def test_texts_are_embedded_beside_answers_as_transformers_would(llm: LLM) -> None:
+    long = "for line in " * 60  # several chunks, and a beginning that the others leave in the pages
+    with ThreadPoolExecutor(1) as beside:
+        answers = beside.submit(llm.generate, PROMPTS, GREEDY)
+        outputs = llm.embed([*PROMPTS, long])
+        assert texts(answers.result(60)) == texts(llm.generate(PROMPTS, GREEDY))
+    assert [output.prompt for output in outputs] == [*PROMPTS, long]
+    for output, text in [(outputs[0], PROMPTS[0]), (outputs[-1], long)]:
+        state = transformers_states(llm, text)[-1]
+        assert output.outputs.embedding == pytest.approx(state / np.linalg.norm(state), abs=1e-4)
+    again = llm.embed(outputs[-1].prompt_token_ids)[0]
+    assert (again.prompt, again.outputs) == (None, outputs[-1].outputs)
+    (short,) = llm.embed(long, dimensions=8)
+    cut = np.array(outputs[-1].outputs.embedding[:8])
+    assert short.outputs.embedding == pytest.approx(cut / np.linalg.norm(cut), abs=1e-6)
+    assert free_pages(llm) == 64
+
+
+def test_a_texts_vector_has_the_bits_that_a_prefill_worker_gives(llm: LLM) -> None:
+    (output,) = llm.embed("import os\n" * 40)
+    parts = load_engine(DEMO_MODEL, dtype="float32", device="cpu", page_size=16, num_pages=64)
+    reports: list[PrefillReport] = []
+    try:
+        loop = prefill_loop(parts, reports.append, chunk_tokens=48, clock=SYSTEM_CLOCK)
+        sequence = sequences.Sequence(0, output.prompt_token_ids, sampling=sequences.Sampling(max_tokens=1))
+        sequence.pooling = "last"
+        loop.begin(sequence, salt=b"")
+        while loop.step():
+            pass
+    finally:
+        parts.close()
+    state = reports[-1].chunks[-1].outcome
+    assert isinstance(state, PooledState)
+    vector = EmbeddingWish("last", 0, True).vector(state.state, num_tokens=len(output.prompt_token_ids))
+    assert np.array(output.outputs.embedding, "<f4").tobytes() == vector
+
+
+def test_a_mean_is_taken_where_the_checkpoint_says_so(tmp_path: Path, llm: LLM) -> None:
+    for file in DEMO_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    with LLM(tmp_path, **SETTINGS) as averaging:
+        averaging.generate(PROMPTS[2], GREEDY)  # the text's beginning is cached
+        (output,) = averaging.embed(PROMPTS[2] + "x")
+        mean = transformers_states(llm, PROMPTS[2] + "x").mean(axis=0)
+        assert output.outputs.embedding == pytest.approx(mean, abs=1e-3)
+        with pytest.raises(InvalidRequest, match="dimensions must be one of"):
+            averaging.embed("x", dimensions=8)
+
+
+@pytest.mark.parametrize(
+    ("texts_of", "more", "said"),
+    [
+        (["x", []], {}, "prompt is empty"),
+        ([[5] * 4097], {}, "there is room for"),
+        ("x", {"dimensions": 0}, "dimensions must be at most"),
+        ([[-1]], {}, "token ids must be from 0"),
+    ],
+)
+def test_a_text_that_cannot_be_embedded_is_refused(llm: LLM, texts_of: Any, more: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        llm.embed(texts_of, **more)
+    assert free_pages(llm) == 64
+
+
+def test_a_model_that_embeds_nothing_says_why() -> None:
+    with LLM(DEMO_MODEL, **SETTINGS) as generating, pytest.raises(InvalidRequest, match="not trained to embed"):
+        generating.embed("x")
+    with pytest.raises(ConfigError, match="embeddings must be one of auto, on"):
+        LLM(DEMO_MODEL, embeddings="yes", **SETTINGS)
+
+
+async def test_a_text_that_is_cancelled_frees_its_pages() -> None:
+    running = AsyncLLM(DEMO_MODEL, embeddings="on", **SETTINGS, chunk_tokens=16)
+    try:
+        calls = [asyncio.create_task(running.embed([5 + n] * 400)) for n in range(6)]
+        await asyncio.sleep(0)
+        assert await asyncio.wrap_future(running._engine._thread.submit(lambda: len(running._engine._listeners))) == 6
+        for call in calls[1:]:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert len(calls[0].result().outputs.embedding) == 256
+        assert all(call.cancelled() for call in calls[1:])
+        counts = running._engine._thread.submit(running._engine._parts.allocator.counts).result(10)
+        assert counts.free + counts.cached == 64
+    finally:
+        await asyncio.to_thread(running.close)
+    with pytest.raises(WorkerUnavailable):
+        await running.embed("x")
 
 
 @pytest.mark.parametrize(

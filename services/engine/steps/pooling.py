@@ -37,7 +37,8 @@ def _pooled(sequence: Sequence, rows: np.ndarray) -> PooledState | NonFiniteLogi
         return NonFiniteLogits("the model's hidden states are not finite")
     if sequence.pooling == "last":
         return PooledState(rows[-1].copy())
-    total = np.zeros_like(rows[0]) if sequence.pooled is None else sequence.pooled.copy()
+    before = sequence.pooled if sequence.num_computed_tokens else None  # None also once its pages were taken
+    total = np.zeros_like(rows[0]) if before is None else before.copy()
     for row in rows:  # One after the other: the sum is the same however the prompt was cut into chunks.
         total += row
     return PooledState(total)

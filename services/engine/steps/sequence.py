@@ -163,7 +163,7 @@ class Sequence:
     @property
     def max_num_tokens(self) -> int:
         """The number of tokens at which it ends at the latest."""
-        return self.num_prompt_tokens + self.sampling.max_tokens
+        return self.num_prompt_tokens + (self.sampling.max_tokens if self.pooling is None else 0)
 
     @property
     def reports_prompt(self) -> bool:
@@ -180,7 +180,9 @@ class Sequence:
         self.token_ids.append(token_id)
 
     def finish_reason(self) -> FinishReason | None:
-        """Says why the last token ends the sequence; None where it does not."""
+        """Says why the last token ends the sequence; None where it does not. An embedded one stops once computed."""
+        if self.pooling is not None:
+            return None if self.num_uncomputed_tokens else "stop"
         num_generated = self.num_generated_tokens
         return None if num_generated == 0 else self.sampling.finish_reason(num_generated, self.token_ids[-1])
 

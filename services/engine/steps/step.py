@@ -139,7 +139,7 @@ class PooledState:
     state: np.ndarray
 
 
-Outcome = SampledToken | NonFiniteLogits | None
+Outcome = SampledToken | PooledState | NonFiniteLogits | None
 StepOutcome = SampledToken | SampledTokens | PromptTokens | PooledState | NonFiniteLogits | None
 
 
@@ -157,10 +157,12 @@ class StepResult:
 def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
     """Returns the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
 
-    Until then they are kept with the sequence; what is computed once more takes the place of what was kept. Nothing
-    was proposed.
+    Until then they are kept with the sequence, as is what was pooled; what is computed once more takes the place of
+    what was kept. Nothing was proposed.
     """
-    assert not isinstance(outcome, PooledState), "a prompt is embedded or answered"
+    if isinstance(outcome, PooledState):
+        sequence.pooled = outcome.state
+        return outcome
     assert not isinstance(outcome, SampledTokens), "a caller that proposes tokens takes the outcome apart"
     if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
         assert not isinstance(outcome, PromptTokens)

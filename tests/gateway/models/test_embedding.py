@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.models.embedding import EmbeddingRule, read_rule
-from services.runtime.errors import ModelError
+from services.runtime.errors import InvalidRequest, ModelError
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
@@ -76,8 +76,24 @@ def test_vectors_are_cut_where_the_checkpoint_or_the_operator_allows_it(write: A
     free = read_rule(write([TRANSFORMER], is_matryoshka=True), "auto")
     asked = read_rule(write([TRANSFORMER]), "matryoshka")
     sizes = (0, 1, 8, 63, 64, 65)
-    allowed = [[size for size in sizes if rule.allows(size)] for rule in (plain, named, free, asked)]  # type: ignore[union-attr]
+    allowed = [[size for size in sizes if _allows(rule, size)] for rule in (plain, named, free, asked)]
     assert allowed == [[64], [8, 64], [1, 8, 63, 64], [1, 8, 63, 64]]
+
+
+def test_a_vector_that_is_cut_is_normalized_again(write: Any) -> None:
+    rule = read_rule(write([TRANSFORMER], is_matryoshka=True), "auto")
+    assert isinstance(rule, EmbeddingRule)
+    assert not rule.is_normalized
+    assert rule.cut_to(None) == rule.cut_to(64) == rule
+    assert (rule.cut_to(8).num_dimensions, rule.cut_to(8).is_normalized) == (8, True)
+
+
+def _allows(rule: EmbeddingRule | str, size: int) -> bool:
+    assert isinstance(rule, EmbeddingRule)
+    try:
+        return rule.cut_to(size).num_dimensions == size
+    except InvalidRequest:
+        return False
 
 
 @pytest.mark.parametrize("modules", ["no list", [{"path": "x"}], [{**POOLING, "path": "../other"}], {"a": 1}, [1]])
