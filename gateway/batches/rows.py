@@ -13,7 +13,7 @@ import msgspec
 from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import InvalidRequest
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The endpoints that rows may ask."""
 MAX_ROWS = 50_000
 MAX_ERRORS = 100
@@ -22,6 +22,8 @@ MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
+TOO_LARGE = ("result_too_large", "The answer is larger than all the room for files: ask for less in one row.")
+"""What becomes of a result that would wait for room for ever."""
 
 
 class BatchRow(msgspec.Struct, frozen=True):

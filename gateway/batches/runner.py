@@ -18,6 +18,7 @@ import msgspec
 from gateway.batches.pending import ROW_HEADERS, PendingRow, PendingRows, RowAnswer, ask, later_s
 from gateway.batches.rows import (
     EXPIRED,
+    TOO_LARGE,
     Checker,
     FileWrong,
     Line,
@@ -134,7 +135,7 @@ class BatchRun(ClaimedRun):
             if status is Status.VALIDATING:
                 self._total, longest_id = await self._count_rows()
                 has_begun = await self._advance(
-                    Status.IN_PROGRESS, total=self._total, row_bytes=len(self._expired_line(0, longest_id))
+                    Status.IN_PROGRESS, total=self._total, row_bytes=len(self._unanswered_line(0, longest_id, EXPIRED))
                 )
                 status = Status.IN_PROGRESS if has_begun else Status.CANCELLING
             if status is Status.IN_PROGRESS:
@@ -212,6 +213,8 @@ class BatchRun(ClaimedRun):
                 body=answer.body,
             )
             has_failed = answer.status != 200
+            if len(line) > min(self._files.room.tenant_bytes, self._files.room.all_bytes):
+                line, has_failed = self._unanswered_line(row.number, custom_id, TOO_LARGE), True
             await self._record([Result(row.number, line, has_failed)])
             self._batches.on_rows("failed" if has_failed else "completed", 1)
 
@@ -258,7 +261,7 @@ class BatchRun(ClaimedRun):
         results: list[Result] = []
         async with contextlib.aclosing(self._unanswered(await self._done_rows())) as unanswered:
             async for number, line in unanswered:
-                said = self._expired_line(number, row_of(line.data).custom_id)
+                said = self._unanswered_line(number, row_of(line.data).custom_id, EXPIRED)
                 results.append(Result(number, said, has_failed=True))
                 if len(results) == MAX_UNANSWERED_AT_ONCE:
                     await self._record(results, beyond_room=True)
@@ -267,9 +270,9 @@ class BatchRun(ClaimedRun):
         await self._record(results, beyond_room=True)
         self._batches.on_rows("expired", len(results))
 
-    def _expired_line(self, row: int, custom_id: str) -> bytes:
-        """Returns the result of a row whose time was over, for which there is room from the beginning on."""
-        code, message = EXPIRED
+    def _unanswered_line(self, row: int, custom_id: str, reason: tuple[str, str]) -> bytes:
+        """Returns the result of a row without an answer; for one that has expired, room exists from the beginning."""
+        code, message = reason
         return unanswered_line(self.batch.id, row, custom_id, code=code, message=message)
 
     async def _done_rows(self) -> bytes:

@@ -19,7 +19,7 @@ from tests.gateway.batches.clients import (
 WRONG_BATCHES = [
     ({"input_file_id": "file-none"}, "input_file_id"),
     ({"input_file_id": "../x"}, "input_file_id"),
-    ({"endpoint": "/v1/embeddings"}, "endpoint"),
+    ({"endpoint": "/v1/rerank"}, "endpoint"),
     ({"completion_window": "1h"}, "completion_window"),
     ({"metadata": {"a" * 65: "x"}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),

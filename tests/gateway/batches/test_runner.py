@@ -1,9 +1,11 @@
 """Batches as OpenAI's own client sees them, and what becomes of one whatever happens to its gateway."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
+import struct
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import gateway.batches.batches_api
 import gateway.batches.runner
 from gateway.access.keys import ApiKey, digest_of_key, toml_entry
 from gateway.batches.rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS
+from protos import worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import Room
 from services.cluster.keys import Keys
@@ -78,6 +81,105 @@ BODIES = {
 }
 
 
+def texts_row(number, given, **body):
+    body = {"model": "tiny", "input": given, **body}
+    return {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/embeddings", "body": body}
+
+
+@pytest.fixture
+def make_embedding(make, worker_type):
+    """Makes a gateway of a model that embeds, with one worker that does what the script says."""
+
+    async def make_them(script, **settings):
+        system = await make(has_worker=False, embeddings="on", **settings)
+        await system.add(worker_type("prefill", "prefill-0", script, on_embed=script))
+        return system
+
+    return make_them
+
+
+async def test_rows_of_texts_get_the_vectors_that_a_request_gets(make_embedding, embeds):
+    system = await make_embedding(embeds.give_vector)
+    given = [[[5 + number, 6], [7, number]] for number in range(5)]
+    rows = [texts_row(number, texts) for number, texts in enumerate(given)]
+    rows += [texts_row(5, [8, 9], encoding_format="base64"), texts_row(6, "x", dimensions=3), texts_row(7, [])]
+    async with client_of(system) as client:
+        batch = await until_status(client, await created(client, rows, endpoint="/v1/embeddings"), *OVER)
+        assert (batch.status, counts(batch)) == ("completed", (8, 6, 2))
+        results = {line["custom_id"]: line["response"]["body"] for line in await lines(client, batch.output_file_id)}
+        wrong = {line["custom_id"]: line["response"] for line in await lines(client, batch.error_file_id)}
+        for number, texts in enumerate(given):
+            answer = (await system.http.post("/v1/embeddings", json=rows[number]["body"])).json()
+            assert results[f"row-{number}"] == answer
+            assert [one["embedding"] for one in answer["data"]] == list(map(embeds.vector_of, texts))
+    in_base64 = struct.unpack("<4f", base64.b64decode(results["row-5"]["data"][0]["embedding"]))
+    assert list(in_base64) == embeds.vector_of([8, 9])
+    assert {(name, one["status_code"], one["body"]["error"]["param"]) for name, one in wrong.items()} == {
+        ("row-6", 400, "dimensions"),
+        ("row-7", 400, "input"),
+    }
+    classes = [attempt.spec.service_class for attempt in system.workers["prefill-0"].attempts]
+    assert classes[:11] == [BATCH_CLASS] * 11
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+async def test_rows_of_texts_end_with_their_batch(make_embedding, embeds, end):
+    async def hold_some(attempt):
+        if attempt.spec.prompt_token_ids[0] < 7:
+            await embeds.give_vector(attempt)
+        else:
+            attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+
+    system = await make_embedding(hold_some, batch_rows=2)
+    worker = system.workers["prefill-0"]
+    async with client_of(system) as client:
+        rows = [texts_row(number, [[5 + number], [5 + number, 6]]) for number in range(10)]
+        batch = await created(client, rows, endpoint="/v1/embeddings")
+        await until_completed(client, batch, 2)
+        await system.until(lambda: len(worker.attempts) == 8, timeout_s=30)
+        if end == "cancelled":
+            await client.batches.cancel(batch.id)
+        else:
+            change(system, batch, **{"at:expires": batch.created_at})
+            system.gateway.batches.poke(batch.id)
+        batch = await until_status(client, batch, *OVER)
+        assert (batch.status, counts(batch)) == (end, (10, 2, 8 if end == "expired" else 0))
+        assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1"}
+    await system.until(lambda: len(worker.cancelled) == 4, timeout_s=30)
+    assert system.gateway.embedder._ahead == {}
+    assert not any(member.session.num_open_attempts for member in system.gateway.topology.members())
+
+
+async def test_rows_of_texts_wait_for_workers_and_survive_one_that_dies(make, worker_type, embeds):
+    system = await make(has_worker=False, embeddings="on", batch_rows=4)
+
+    async def die(attempt):
+        await attempt.worker.die()
+
+    async with client_of(system) as client:
+        rows = [texts_row(number, [5 + number]) for number in range(6)]
+        batch = await created(client, rows, endpoint="/v1/embeddings")
+        await system.until(lambda: asked(system).get("later", 0) >= 4, timeout_s=30)
+        await system.add(worker_type("prefill", "prefill-0", die, on_embed=die))
+        await system.until(lambda: system.workers["prefill-0"].attempts, timeout_s=30)
+        await system.add(worker_type("prefill", "prefill-1", embeds.give_vector, on_embed=embeds.give_vector))
+        batch = await until_status(client, batch, *OVER, timeout_s=60)
+        assert (batch.status, counts(batch)) == ("completed", (6, 6, 0))
+
+
+async def test_a_result_that_never_fits_is_an_error_and_holds_nothing_up(make_embedding, embeds):
+    system = await make_embedding(embeds.give_vector, batch_rows=1, tenant_file_storage=8192)
+    async with client_of(system) as client:
+        rows = [texts_row(0, [[5, 6]] * 200), texts_row(1, [7])]
+        content = jsonl(rows)
+        assert len(content) < 4096
+        batch = await until_status(client, await created(client, content, endpoint="/v1/embeddings"), *OVER)
+        assert (batch.status, counts(batch)) == ("completed", (2, 1, 1))
+        (line,) = await lines(client, batch.error_file_id)
+        assert (line["custom_id"], line["error"]["code"]) == ("row-0", "result_too_large")
+        assert asked(system) == {"completed": 1, "failed": 1}
+
+
 async def test_whoever_waits_for_an_answer_goes_before_rows(make, script, worker_type):
     system = await make(has_worker=False, batch_rows=4)
     worker = worker_type("decode", "decode-0", script.decode)
@@ -104,10 +206,11 @@ async def test_whoever_waits_for_an_answer_goes_before_rows(make, script, worker
         await answered_once(client, batch, 8)
 
 
-async def test_every_endpoint_is_answered(make):
+async def test_every_endpoint_of_answers_is_answered(make):
+    assert {*BODIES, "/v1/embeddings"} == {*ENDPOINTS}
     system = await make()
     async with client_of(system) as client:
-        for endpoint in ENDPOINTS:
+        for endpoint in BODIES:
             rows = [{"custom_id": "a", "method": "POST", "url": endpoint, "body": BODIES[endpoint]}]
             batch = await until_status(client, await created(client, rows, endpoint=endpoint), *OVER)
             assert counts(batch) == (1, 1, 0)
