@@ -57,6 +57,7 @@ TESTED_BY = {
     "kv_transfer/transports/tls.py": "kv_transfer/transports/test_channels.py",
     "worker/engine.py": "worker/test_engine_worker.py",
     "worker/vllm/core.py": "worker/vllm/test_decode.py",
+    "gateway/vectors/places.py": "gateway/vectors/test_embedder.py",
     "gateway/anthropic/answers.py": "gateway/anthropic/test_writer.py",
     "gateway/anthropic/errors.py": "gateway/anthropic/test_writer.py",
     "gateway/assembly.py": "gateway/test_process.py",

@@ -8,6 +8,7 @@ folder. Nothing changes while Redis is away, through which workers would have to
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from msgspec import Struct
 from gateway.models.catalog import ModelCatalog
 from gateway.observability.metrics import Metrics
 from gateway.requests.answer import RunningAnswer
+from gateway.requests.call import AnswerSpec
 from gateway.requests.policies import Policies
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
@@ -91,7 +93,7 @@ class ModelTurns:
         self._shares = {model.name: model.share for model in catalog if model.share}
         self._folder = policies.model_files
         self._turn_s = policies.turn_s
-        self._answers = answers
+        self._sources: list[Callable[[], Iterable[AnswerSpec]]] = [lambda: (answer.spec for answer in answers())]
         self._metrics = metrics
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
@@ -99,6 +101,10 @@ class ModelTurns:
         """When each model whose waking has failed may be tried again."""
         self._times = SwitchTimes()
         self._looking: asyncio.Task[None] | None = None
+
+    def add_source(self, open_specs: Callable[[], Iterable[AnswerSpec]]) -> None:
+        """Has models wake, and have their turns, for what else is open, which `open_specs` gives."""
+        self._sources.append(open_specs)
 
     def start(self) -> None:
         """Begins to look, if any models share workers."""
@@ -261,13 +267,12 @@ class ModelTurns:
         )
 
     def _waiting_s(self, share: str) -> dict[str, float]:
-        """Returns how long the oldest open answer of each model of a share is here, in seconds."""
+        """Returns how long the oldest of what is open of each model of a share is here, in seconds."""
         now_s = self._clock.monotonic()
         found: dict[str, float] = {}
-        for answer in self._answers():
-            model = answer.spec.model
-            if self._shares.get(model) == share:
-                found[model] = max(found.get(model, 0.0), now_s - answer.spec.arrived_s)
+        for spec in itertools.chain.from_iterable(source() for source in self._sources):
+            if self._shares.get(spec.model) == share:
+                found[spec.model] = max(found.get(spec.model, 0.0), now_s - spec.arrived_s)
         return found
 
     def _switch(self, due: Switch) -> None:

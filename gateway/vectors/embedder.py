@@ -6,7 +6,6 @@ and neither HTTP nor protobuf.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
@@ -19,11 +18,9 @@ from gateway.models.embedding import EmbeddingRule
 from gateway.observability.metrics import Metrics
 from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
-from gateway.requests.dispatch import audience_of
 from gateway.requests.failover import TRY_AGAIN, reason_of
 from gateway.requests.fan_out import all_of
 from gateway.requests.lifecycle import Requests
-from gateway.requests.placing import held_to
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue
 from gateway.topology.events import (
@@ -39,28 +36,24 @@ from gateway.topology.events import (
 from gateway.topology.members import Topology
 from gateway.topology.session import PrefillSession, WorkerSession
 from gateway.types import AskedSampling
+from gateway.vectors.places import NO_WORKER_RETRY_S, Choice, Place
 from gateway.vectors.suspects import Suspects
+from gateway.vectors.waking import Waking
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    NotOffered,
     Overloaded,
     TandemError,
     WorkerUnavailable,
 )
-from services.scheduling.entry import QueueEntry, ServiceClass
+from services.scheduling.entry import ServiceClass
 
 OPERATION = "embeddings"
 MAX_VECTOR_BYTES = 16 * 2**20
 """The most for all vectors of a call together: in JSON they take five times as much."""
 MAX_AT_ONCE = 64
 """Texts of one call that wait for workers or are with them."""
-MAX_AHEAD_TOKENS = 4096
-"""Tokens that a worker is given by this gateway's embeddings before it has computed any of them: some steps."""
-LEAST_COST_TOKENS = 64
-"""What a text costs at least, of these."""
-NO_WORKER_RETRY_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +81,7 @@ class Embedder:
         self._requests = requests
         self._topology = topology
         self._suspects = Suspects(topology, requests.quarantine)
+        self._waking = Waking(requests.turns, topology)
         self._policies = policies
         self._metrics = metrics
         self._clock = clock
@@ -105,6 +99,7 @@ class Embedder:
         """Answers everything that runs or waits with `error`."""
         for queue in self._queues.values():
             queue.close(error)
+        self._waking.end_all(error)
         for asked in self._asked:
             asked.fail(error)
 
@@ -144,11 +139,14 @@ class Embedder:
             async with places:
                 return await self._vector(spec, order, texts)
 
-        with texts:
+        with texts, self._waking.wanted(first):
             try:
                 async with asyncio.timeout(max(0.0, first.deadline.remaining_s())):
                     choice = self._choice(first)
-                    self._queues[first.model].lane(choice.lane).check(choice.entry())
+                    lane = self._queues[first.model].lane(choice.lane)
+                    most = lane.queue.max_waiting - len(lane.queue)
+                    await self._waking.until_awake(first, self._patience(first), max_waiting=most)
+                    lane.check(choice.entry())
                     return EmbeddedTexts(await all_of([vector(spec) for spec in accepted.specs]), texts.num_tokens)
             except TimeoutError:
                 raise DeadlineExceeded("the request's deadline passed") from None
@@ -179,15 +177,25 @@ class Embedder:
                 raise failure
             self._metrics.note_retry(reason_of(failure))
 
-    def _choice(self, spec: AnswerSpec, tried: Set[str] = frozenset()) -> "_Choice":
+    def _choice(self, spec: AnswerSpec, tried: Set[str] = frozenset()) -> "Choice":
         far_s = functools.partial(self._policies.router.settings.far_s, self._policies.region)
-        return _Choice(self._topology, self._requests, spec, tried, self._ahead, far_s=far_s)
+        return Choice(spec, self._requests, topology=self._topology, tried=tried, ahead=self._ahead, far_s=far_s)
 
-    async def _place(self, spec: AnswerSpec, tried: Set[str], *, was_refused: bool) -> "_Place":
+    def _patience(self, spec: AnswerSpec, tried: Set[str] = frozenset()) -> Deadline:
+        """Returns the deadline of a text's wait for a worker; `tried` have failed it."""
+        policies = self._policies
+        if not tried and spec.facts.service_class == "batch":
+            return spec.deadline  # It takes what others leave, whenever that is.
+        waits_s = policies.max_queue_wait_s
+        if tried and not self._requests.turns.takes_turns(spec.model):
+            waits_s = policies.failover_wait_s
+        return spec.deadline.sooner(Deadline.after(waits_s, clock=self._clock))
+
+    async def _place(self, spec: AnswerSpec, tried: Set[str], *, was_refused: bool) -> "Place":
         """Returns a place at a worker, at once or after waiting. Raises Overloaded, WorkerUnavailable, NotOffered."""
         queue, places = self._queues[spec.model], self._choice(spec, tried)
         lane, entry = queue.lane(places.lane), places.entry()
-        taken: list[_Place] = []
+        taken: list[Place] = []
 
         def left() -> None:
             lane.note_ended(entry)
@@ -197,29 +205,30 @@ class Embedder:
             session = places.best(kept)
             if session is None:
                 lane.note_waiting(is_for_room=True)
-                return not places.may_come
-            taken.append(_Place(session, places.prompt, self._ahead, on_leave=left))
+                return not places.may_come or self._waking.may_wake(spec.model)
+            taken.append(Place(session, places.prompt, ahead=self._ahead, on_leave=left))
             lane.note_started(entry)
             return True
 
+        patience = self._patience(spec, tried)
         try:
-            if was_refused or queue.is_behind_others(entry) or not take_room(frozenset()):
-                waits_s = self._policies.failover_wait_s if tried else self._policies.max_queue_wait_s
-                patience = spec.deadline.sooner(Deadline.after(waits_s, clock=self._clock))
-                with queue.enter(
-                    entry,
-                    take_room,
-                    awaited=places.candidates,
-                    lane=lane,
-                    is_resumed=bool(tried),
-                    was_refused=was_refused,
-                ) as waiting:
-                    if not await waiting.wait_for_turn(patience.remaining_s()):
-                        raise Overloaded(
-                            "no prefill worker had room in time", retry_after_s=NO_WORKER_RETRY_S, reason="wait"
-                        )
-            if not taken:
-                raise places.why_none()
+            while not taken:
+                await self._waking.until_awake(spec, patience)
+                if was_refused or queue.is_behind_others(entry) or not take_room(frozenset()):
+                    with queue.enter(
+                        entry,
+                        take_room,
+                        awaited=places.candidates,
+                        lane=lane,
+                        is_resumed=bool(tried),
+                        was_refused=was_refused,
+                    ) as waiting:
+                        if not await waiting.wait_for_turn(patience.remaining_s()):
+                            raise Overloaded(
+                                "no prefill worker had room in time", retry_after_s=NO_WORKER_RETRY_S, reason="wait"
+                            )
+                if not taken and not self._waking.may_wake(spec.model):
+                    raise places.why_none()
             return taken.pop()
         except BaseException:
             for place in taken:
@@ -295,137 +304,6 @@ class _Asked:
             self.answer.set_exception(error.again())
 
 
-class _Place:
-    """What one text has booked at a worker, until the block is left."""
-
-    def __init__(
-        self, session: PrefillSession, prompt: tuple[int, int], ahead: Counter[str], *, on_leave: Callable[[], None]
-    ) -> None:
-        self.session = session
-        self._prompt = prompt
-        self._ahead = ahead
-        self._on_leave = on_leave
-        session.books.add_prompt(prompt)
-        ahead[session.peer.incarnation] += _cost(prompt[1])
-
-    def leave(self) -> None:
-        """Gives the place back."""
-        incarnation = self.session.peer.incarnation
-        self.session.books.remove_prompt(self._prompt)
-        self._ahead[incarnation] -= _cost(self._prompt[1])
-        if not self._ahead[incarnation]:
-            del self._ahead[incarnation]
-        self._on_leave()
-
-    def __enter__(self) -> "_Place":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.leave()
-
-
-class _Choice:
-    """The workers that one text may go to. `tried` have failed it; `ahead` is what each was given.
-
-    `far_s` gives the seconds to a region.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        requests: Requests,
-        spec: AnswerSpec,
-        tried: Set[str],
-        ahead: Counter[str],
-        *,
-        far_s: Callable[[str], float],
-    ) -> None:
-        facts = spec.facts
-        self._topology = topology
-        self._requests = requests
-        self._spec = spec
-        self._tried = tried
-        self._ahead = ahead
-        self._num_tokens = len(spec.prompt_token_ids)
-        self._class = ServiceClass.from_name(facts.service_class)
-        pool = topology.pools.of(facts.service_class, self._num_tokens)
-        assert pool is not None, "the length of the prompt is known"
-        self._audience = audience_of(facts, pool)
-        self._far_s = far_s
-        self.lane = topology.lane_of(spec.model, self._audience)
-        self.prompt = (int(self._class), self._num_tokens)
-
-    def entry(self) -> QueueEntry:
-        """Returns what the queue knows of the text."""
-        spec = self._spec
-        prompt_s = self._topology.usual_speeds(spec.model).prefill.time_s(self._num_tokens)
-        return QueueEntry(
-            key=spec.request_id,
-            service_class=self._class,
-            tenant=spec.facts.tenant,
-            cost_tokens=self._num_tokens,
-            arrived_s=spec.arrived_s,
-            deadline_s=spec.deadline.at_s,
-            service_s=prompt_s,
-            level=spec.facts.priority,
-            prompt_s=prompt_s,
-        )
-
-    def candidates(self) -> set[str]:
-        """Returns the ids of the workers that can compute it, with or without room."""
-        members = self._topology.workers(self._spec.model).prefill.members
-        able = {
-            member.record.id
-            for member in members
-            if member.record.embeds and member.record.max_sequence_tokens >= self._num_tokens
-        }
-        return able & self._topology.open_ids("prefill", self._spec.model, self._audience)
-
-    def best(self, kept: Set[str]) -> PrefillSession | None:
-        """Returns the worker that would have computed it first, of those with room and not `kept`; None: none has."""
-        ids = self.candidates()
-        out = {worker_id for worker_id, circuit in self._requests.circuits().items() if circuit.state == "open"}
-        ids = (ids - out or ids) - kept
-        topology, model = self._topology, self._spec.model
-        usual = topology.usual_speeds(model)
-        views = topology.workers(model).prefill.views(usual, usual.prefill, self.prompt, topology.now_s()).only(ids)
-        with_room = [view for view in views if self._has_room(view.incarnation)]
-        if not with_room:
-            return None
-        view = min(
-            with_room,
-            key=lambda view: (
-                view.incarnation in self._tried,
-                self._far_s(view.region) + view.prefill_speed.time_s(view.waiting_tokens + self._num_tokens),
-            ),
-        )
-        with contextlib.suppress(WorkerUnavailable):
-            return topology.prefill_session(view.worker_id)
-        return None  # It has just gone.
-
-    @property
-    def may_come(self) -> bool:
-        """Whether a worker with room may come: one computes such texts now, or is only away for a moment."""
-        return bool(self.candidates()) or self._topology.is_away("prefill", self._spec.model, audience=self._audience)
-
-    def why_none(self) -> TandemError:
-        """Returns the error of a text that no worker will compute."""
-        records = [member.record for member in self._topology.workers(self._spec.model).prefill.members]
-        embedding = [record for record in records if record.embeds]
-        if embedding and all(record.max_sequence_tokens < self._num_tokens for record in embedding):
-            return InvalidRequest(
-                "a text is longer than any worker can compute", field="input", code="context_length_exceeded"
-            )
-        if records and not embedding:
-            return NotOffered("the engine of the model's prefill workers gives no embeddings", field="model")
-        what = f"no prefill worker is ready{held_to(self._spec)}"
-        return WorkerUnavailable(what, retry_after_s=NO_WORKER_RETRY_S)
-
-    def _has_room(self, incarnation: str) -> bool:
-        ahead = self._ahead.get(incarnation, 0)
-        return not ahead or ahead + _cost(self._num_tokens) <= MAX_AHEAD_TOKENS
-
-
 class _Texts:
     """What log, metrics and limits are told of a call whose prompts are embedded: one line, whatever their number."""
 
@@ -482,7 +360,3 @@ class _Texts:
             new_tokens=0,
             finish_reason=reason if error is None else "",
         )
-
-
-def _cost(num_tokens: int) -> int:
-    return max(LEAST_COST_TOKENS, num_tokens)

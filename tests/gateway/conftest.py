@@ -215,6 +215,7 @@ class ScriptedWorker:
     facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
     pool: str = ""
+    group: str = ""
     region: str = ""
     pulls: bool = False
     embeds: bool = True
@@ -260,6 +261,7 @@ class ScriptedWorker:
             facts=self.facts,
             tenants=self.tenants,
             pool=self.pool,
+            group=self.group,
             region=self.region,
             pulls=self.pulls,
             embeds=self.embeds and self.role == "prefill",

@@ -90,6 +90,14 @@ def test_a_model_that_is_asked_for_is_told_to_wake_and_its_time_is_measured(sett
     assert setting.turns.not_awake("c").retry_after_s == pytest.approx(4.0)
 
 
+def test_other_requests_than_answers_wake_a_model(setting: Setting) -> None:
+    texts: list[Any] = []
+    setting.turns.add_source(lambda: texts)
+    setting.look()
+    texts.append(SimpleNamespace(model="b", arrived_s=setting.now_s))
+    assert setting.look(50.0) == "b"
+
+
 def test_a_busy_model_has_its_turn(setting: Setting) -> None:
     setting.ask("a")
     setting.workers[1].load.running = 1

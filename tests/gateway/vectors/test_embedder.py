@@ -148,6 +148,83 @@ async def test_without_a_worker_they_are_refused_at_once(make_embedding: Make) -
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
 
+@pytest.fixture
+def make_sharing(make_system: Make, embedding_model: Path, worker_type: Any, tmp_path: Path) -> Make:
+    """A gateway of two models that share workers, which have the first one."""
+
+    async def make(script: Any, **settings: Any) -> Any:
+        file = tmp_path / "models.toml"
+        file.write_text(
+            "".join(f'[[model]]\nname = "{name}"\npath = "{embedding_model}"\nshare = "all"\n' for name in ("a", "b"))
+        )
+        system = await make_system(models=file, model_files=tmp_path, **settings)
+        await add_sharing(system, worker_type, "a", script)
+        await system.until(lambda: system.gateway.topology.num_ready("decode", "a") == 1, timeout_s=30)
+        return system
+
+    return make
+
+
+async def add_sharing(system: Any, worker_type: Any, model: str, script: Any) -> None:
+    for role in ("prefill", "decode"):
+        await system.add(worker_type(role, f"{role}-{model}", script, on_embed=script, model=model, group="all-0"))
+
+
+async def change_model(system: Any, worker_type: Any, model: str, script: Any) -> None:
+    """Does what workers do that are told to have another model."""
+    for worker in list(system.workers.values()):
+        await worker.stop()
+    system.workers.clear()
+    await add_sharing(system, worker_type, model, script)
+
+
+async def test_texts_wake_a_model_that_sleeps_and_none_is_lost(
+    embeds: Any, make_sharing: Make, worker_type: Any, tmp_path: Path
+) -> None:
+    system = await make_sharing(embeds.give_vector)
+    told = tmp_path / "all-0.model"
+    given = [[[5 + number, 6], [7 + number]] for number in range(20)]
+    asked = [asyncio.ensure_future(post(system, texts, model="b")) for texts in given]
+    await system.until(lambda: told.exists() and told.read_text() == "b", timeout_s=30)
+    assert not any(one.done() for one in asked)
+    assert (await post(system, [5], model="a", request_timeout_ms=20_000)).status_code == 200, "it is awake meanwhile"
+    await change_model(system, worker_type, "b", embeds.give_vector)
+    for answer, texts in zip(await asyncio.gather(*asked), given, strict=True):
+        assert [one["embedding"] for one in answer.json()["data"]] == list(map(embeds.vector_of, texts))
+        assert answer.headers["x-tandem-model"] == "b"
+    assert system.gateway.requests.turns.state_of("b") == "awake"
+
+
+async def test_a_model_that_falls_asleep_with_texts_is_woken_for_the_rest(
+    embeds: Any, make_sharing: Make, worker_type: Any, tmp_path: Path
+) -> None:
+    async def first_only(attempt: Any) -> None:
+        if len(attempt.worker.attempts) == 1:
+            await embeds.give_vector(attempt)
+
+    system = await make_sharing(first_only, model_turn_s=0.1)
+    texts = [[5 + number] for number in range(8)]
+    asked = asyncio.ensure_future(post(system, texts, model="a"))
+    await system.until(lambda: len(attempts(system)) == 8, timeout_s=30)
+    (tmp_path / "all-0.model").write_text("b")
+    await change_model(system, worker_type, "b", embeds.give_vector)
+    await system.until(lambda: (tmp_path / "all-0.model").read_text() == "a", timeout_s=30)
+    assert not asked.done()
+    await change_model(system, worker_type, "a", embeds.give_vector)
+    assert [one["embedding"] for one in (await asked).json()["data"]] == list(map(embeds.vector_of, texts))
+
+
+async def test_texts_do_not_wait_for_ever_for_a_model_nor_too_many_of_them(embeds: Any, make_sharing: Make) -> None:
+    system = await make_sharing(embeds.give_vector, max_queue_wait_s=0.5, max_queued_requests=2)
+    answers = await asyncio.gather(*(post(system, [5], model="b") for _ in range(4)))
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert "not awake" in answers[0].json()["error"]["message"]
+    late = await post(system, [5], model="b", request_timeout_ms=100)
+    assert late.status_code == 504
+
+
 async def test_a_text_that_is_held_to_a_region_goes_nowhere_else(
     embeds: Any, make_embedding: Make, worker_type: Any
 ) -> None:

@@ -1,4 +1,4 @@
-"""Three models on the same two real workers, by turns: every answer is the one that its model gives alone."""
+"""Three models on the same two real workers, by turns: every answer and vector is what its model gives alone."""
 
 import json
 import os
@@ -19,6 +19,7 @@ import pytest
 from benchmarks.cluster import Cluster, running_cluster
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tandem import LLM
 
 VARIANTS = {"one": "llama-mha", "two": "llama-bias", "three": "qwen2-bias"}
 PROMPTS = [[3 + n + position % 40 for position in range(12 + 20 * n)] for n in range(4)]
@@ -28,6 +29,7 @@ SIZE = ("--kv-pages", "256", "--threads", "1", "--max-queue-wait-s", "300")
 TIMEOUT_S = 300.0
 
 Answers = dict[str, list[list[int]]]
+Vectors = dict[str, list[list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +48,20 @@ def alone(folders: dict[str, Path]) -> Answers:
 
 
 @pytest.fixture(scope="module")
+def vectors(folders: dict[str, Path]) -> Vectors:
+    """The vector that each model gives each prompt in one process."""
+    found: Vectors = {}
+    for name, folder in folders.items():
+        with LLM(folder, embeddings="on", kv_pages=256, threads=1) as llm:
+            found[name] = [output.outputs.embedding for output in llm.embed(PROMPTS)]
+    return found
+
+
+@pytest.fixture(scope="module")
 def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     file = tmp_path_factory.mktemp("models") / "models.toml"
     file.write_text("".join(f"[[model]]\nname = '{n}'\npath = '{p}'\nshare = 'all'\n" for n, p in folders.items()))
-    with running_cluster("--models", str(file), "--model-turn-s", str(TURN_S), *SIZE) as running:
+    with running_cluster("--models", str(file), "--model-turn-s", str(TURN_S), "--embeddings", "on", *SIZE) as running:
         yield running
 
 
@@ -58,13 +70,24 @@ def ask(cluster: Cluster, model: str, number: int) -> list[int]:
         "model": model, "prompt": PROMPTS[number], "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
+    tokens: list[int] = post(cluster, "/v1/completions", body)["choices"][0]["token_ids"]
+    return tokens
+
+
+def embed(cluster: Cluster, model: str, number: int) -> list[float]:
+    vector: list[float] = post(cluster, "/v1/embeddings", {"model": model, "input": PROMPTS[number]})["data"][0][
+        "embedding"
+    ]
+    return vector
+
+
+def post(cluster: Cluster, path: str, body: Any) -> Any:
     request = urllib.request.Request(
-        cluster.http + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        cluster.http + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
-            return tokens
+            return json.load(response)
     except urllib.error.HTTPError as error:
         raise AssertionError(error.read().decode()) from error
 
@@ -88,13 +111,21 @@ def until_both_are_awake(cluster: Cluster) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def run_load(cluster: Cluster, alone: Answers, num_requests: int, *, num_clients: int, seed: int = 7) -> int:
-    """Asks at random; returns how many answers were another model's, or another one."""
+def run_load(
+    cluster: Cluster, alone: Answers, vectors: Vectors, num_requests: int, *, num_clients: int, seed: int = 7
+) -> int:
+    """Asks at random, every third time for a vector; returns how many answers were another model's, or another one."""
     chance = random.Random(seed)
     asked = [(chance.choice(sorted(VARIANTS)), chance.randrange(len(PROMPTS))) for _ in range(num_requests)]
+
+    def is_wrong(place: int) -> bool:
+        model, number = asked[place]
+        if place % 3:
+            return ask(cluster, model, number) != alone[model][number]
+        return embed(cluster, model, number) != vectors[model][number]
+
     with ThreadPoolExecutor(num_clients) as pool:
-        answers = list(pool.map(lambda one: ask(cluster, *one), asked))
-    return sum(answer != alone[model][number] for (model, number), answer in zip(asked, answers, strict=True))
+        return sum(pool.map(is_wrong, range(num_requests)))
 
 
 def kill_now_and_then(cluster: Cluster, over: threading.Event, killed: list[int], *, every_s: float) -> None:
@@ -107,10 +138,12 @@ def kill_now_and_then(cluster: Cluster, over: threading.Event, killed: list[int]
             killed.append(victim)
 
 
-def test_answers_are_those_of_each_model_alone_whichever_is_awake(cluster: Cluster, alone: Answers) -> None:
+def test_answers_are_those_of_each_model_alone_whichever_is_awake(
+    cluster: Cluster, alone: Answers, vectors: Vectors
+) -> None:
     assert len({tuple(tokens) for model in alone.values() for tokens in model}) == len(VARIANTS) * len(PROMPTS)
     assert cluster.get("/cluster")["turns"]["models"] == {"one": "awake", "two": "on_disk", "three": "on_disk"}
-    assert run_load(cluster, alone, 18, num_clients=6) == 0
+    assert run_load(cluster, alone, vectors, 18, num_clients=6) == 0
     counts = switch_counts(cluster)
     assert counts["disk"] >= 2
     assert sum(counts.values()) < 18, "a switch is for at least one request"
@@ -120,13 +153,13 @@ def test_answers_are_those_of_each_model_alone_whichever_is_awake(cluster: Clust
 
 
 @pytest.mark.slow
-def test_three_hundred_requests_with_workers_killed(cluster: Cluster, alone: Answers) -> None:
+def test_three_hundred_requests_with_workers_killed(cluster: Cluster, alone: Answers, vectors: Vectors) -> None:
     over, killed = threading.Event(), list[int]()
     killer = threading.Thread(target=kill_now_and_then, args=(cluster, over, killed), kwargs={"every_s": 12.0})
     before, began_s = switch_counts(cluster), time.monotonic()
     killer.start()
     try:
-        num_different = run_load(cluster, alone, 300, num_clients=12)
+        num_different = run_load(cluster, alone, vectors, 300, num_clients=12)
     finally:
         over.set()
         killer.join()
