@@ -47,8 +47,6 @@ async def test_a_prefill_worker_that_refused_is_not_busy_with_it(make_system, wo
     await system.add(worker_type("decode", "decode-0", pair.decode))
     await asyncio.gather(*(system.complete(max_tokens=5) for _ in range(8)))
     await no_routes(system)
-    while system.gateway.metrics.circuit("prefill-0") != "closed":  # left alone for a stall of this machine
-        assert (await system.complete(max_tokens=5)).status_code == 200
     num_before = len(first.attempts)
     for _ in range(20):
         assert (await system.complete(max_tokens=5)).status_code == 200
