@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--shapes", nargs="+", default=["1:1", "2:2"], metavar="P:D")
-    parser.add_argument("--repeats", type=int, default=3, help="times that each step is measured")
+    parser.add_argument("--repeats", type=int, default=20, help="times that each step is measured")
     parser.add_argument("--seed", type=int, default=1)
     add_arguments(parser)
     arguments = parser.parse_args()

@@ -73,7 +73,7 @@ class Unusable(TandemError):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where requests go and how they are written. `fields` are added to each body."""
+    """Where requests go and how they are written. `fields` are added to each body, `headers` to each request."""
 
     url: str
     model: str
@@ -81,6 +81,7 @@ class Endpoint:
     api_key: str | None
     fields: Mapping[str, Any]
     timeout_s: float
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -143,7 +144,7 @@ class Load:
         body = self._endpoint.body(" ".join(words), ask.num_new_tokens)
         reply = Reply(ask, self._now_s())
         try:
-            async for event in events(self._client, self._endpoint.path, body=body):
+            async for event in events(self._client, self._endpoint.path, body=body, headers=self._endpoint.headers):
                 if _has_text(event):
                     reply.at_s.append(self._now_s())
                 if usage := event.get("usage"):
@@ -156,10 +157,12 @@ class Load:
         on_end(reply)
 
 
-async def events(client: httpx2.AsyncClient, path: str, *, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def events(
+    client: httpx2.AsyncClient, path: str, *, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> AsyncIterator[dict[str, Any]]:
     """The events of a streamed answer. Raises Unusable, whose first words are the same for the same kind of error."""
     try:
-        async with client.stream("POST", path, json=body) as response:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
             if response.status_code != 200:
                 said = (await response.aread()).decode(errors="replace")
                 raise Unusable(f"{response.status_code} {_message(said)}")

@@ -5,19 +5,23 @@ answers of several sizes and lengths together. `tandem replay` and `tandem plan`
 """
 
 import asyncio
+import contextlib
 import json
+import random
 import secrets
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
+
+from httpx2 import AsyncClient
 
 from cli.bench import first_model
 from cli.bench_load import Ask, Endpoint, Load, Reply, Unusable, measured_words
 from cli.commands import CommandParser
-from planning.simulator.measured import Measured, PromptTime, StepTime
+from planning.simulator.measured import LOCAL, REMOTE, Measured, PromptTime, StepTime
 from services.runtime.api_client import ApiRefused, GatewaySettings, get_json
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
@@ -25,6 +29,12 @@ from services.runtime.kinds import argument, comma_separated, integer, number, p
 
 NUM_AFTER_FIRST = 4
 """Tokens of an answer whose prompt is measured."""
+NUM_BESIDE = 1000
+"""Tokens of an answer beside which prompts are measured."""
+MAX_PAUSE_S = 0.1
+"""Requests come at moments that have nothing to do with steps, nor find what the last one has left in caches."""
+PREFILL_HEADER = "X-Tandem-Prefill"
+"""By it a request says which of Tandem's workers computes its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,10 @@ class ProfileSettings(GatewaySettings):
         comma_separated(integer(1)), default=(32, 512), help="Tokens of the prompts of these answers."
     )
     new_tokens: int = option(integer(16), default=128, help="Tokens of each of these answers.")
-    repeats: int = option(integer(1), default=5, help="Times that each is measured; the one in the middle counts.")
+    beside: int = option(
+        integer(0), default=1, help="Answers that run while the prompts of prefill workers are measured."
+    )
+    repeats: int = option(integer(1), default=20, help="Times that each is measured; the mean counts.")
     timeout: float = option(number(0.1, 86_400), default=600.0, help="Longest silence of an answer, in seconds.")
 
 
@@ -55,8 +68,11 @@ def add_to(parser: CommandParser) -> None:
 def run(settings: ProfileSettings, stdout: TextIO) -> int:
     """Measures, writes, and prints how well the law fits. Raises ConfigError, ApiUnreachable or Unusable."""
     name = settings.model_name or first_model(settings, timeout_s=settings.timeout)
-    facts = _facts(settings, name)
-    prompts, steps = asyncio.run(_measure(settings, name))
+    workers = _workers(settings, name)
+    facts = next((one for one in workers if one["role"] == "decode"), {})
+    has_prefill = any(one["role"] == "prefill" for one in workers)
+    ways = ((LOCAL, REMOTE) if has_prefill else (LOCAL,)) if facts else ("",)
+    prompts, steps = asyncio.run(_measure(settings, name, ways=ways))
     measured = Measured(
         name=name,
         prompts=prompts,
@@ -74,21 +90,22 @@ def run(settings: ProfileSettings, stdout: TextIO) -> int:
     return 0
 
 
-def _facts(settings: ProfileSettings, model: str) -> Mapping[str, Any]:
-    """Returns what the cluster says of a decode worker; nothing of an endpoint that is not Tandem's."""
+def _workers(settings: ProfileSettings, model: str) -> Sequence[Mapping[str, Any]]:
+    """Returns what the cluster says of a model's workers; nothing of an endpoint that is not Tandem's."""
     try:
         workers = _get(settings, "/cluster")["workers"]
     except ApiRefused:
-        return {}
-    decodes = [one for one in workers if one["role"] == "decode" and one["model"] == model]
-    return decodes[0] if decodes else {}
+        return []
+    return [one for one in workers if one["model"] == model]
 
 
 def _get(settings: ProfileSettings, place: str) -> Any:
     return get_json(settings.url, place, timeout_s=settings.timeout, api_key=settings.api_key, tls=settings.tls())
 
 
-async def _measure(settings: ProfileSettings, model: str) -> tuple[list[PromptTime], list[StepTime]]:
+async def _measure(
+    settings: ProfileSettings, model: str, *, ways: Sequence[str]
+) -> tuple[list[PromptTime], list[StepTime]]:
     endpoint = Endpoint(
         url=settings.url,
         model=model,
@@ -98,9 +115,14 @@ async def _measure(settings: ProfileSettings, model: str) -> tuple[list[PromptTi
         timeout_s=settings.timeout,
     )
     async with endpoint.client(settings.tls()) as client:
-        measure = _Measure(Load(endpoint, client, tokens_per_word=await measured_words(endpoint, client)))
-        await measure.prompt(max(settings.prompts), repeats=2)  # the first ones are slower than all later ones
-        prompts = [await measure.prompt(tokens, repeats=settings.repeats) for tokens in settings.prompts]
+        measure = _Measure(endpoint, client, tokens_per_word=await measured_words(endpoint, client))
+        prompts = []
+        for way in ways:
+            # A decode worker's prompts share its steps with its answers, which the law adds up; at a prefill worker
+            # nothing shares a step with them, but what decodes on the same machine has its part of cores and memory.
+            async with measure.running(settings.beside if way == REMOTE else 0, min(settings.contexts)):
+                await measure.prompt(max(settings.prompts), way=way, repeats=2)  # the first ones are slower
+                prompts += [await measure.prompt(one, way=way, repeats=settings.repeats) for one in settings.prompts]
         steps = [
             await measure.step(sequences, tokens, new_tokens=settings.new_tokens, repeats=settings.repeats)
             for sequences in settings.batches
@@ -115,38 +137,64 @@ class _Measure:
     Nor are those of two runs, or of `tandem bench`: the second run would measure what the first one left in caches.
     """
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
+    def __init__(self, endpoint: Endpoint, client: AsyncClient, *, tokens_per_word: float) -> None:
+        self._endpoint = endpoint
+        self._client = client
+        self._tokens_per_word = tokens_per_word
         self._num_asked = secrets.randbits(62)
 
-    async def prompt(self, tokens: int, *, repeats: int) -> PromptTime:
-        """Returns the time of a prompt that is alone."""
-        replies = [(await self._ask(1, tokens, new_tokens=1 + NUM_AFTER_FIRST))[0] for _ in range(repeats)]
+    @contextlib.asynccontextmanager
+    async def running(self, number: int, tokens: int) -> AsyncIterator[None]:
+        """Keeps this many answers running meanwhile."""
+
+        async def keep_running() -> None:
+            while True:
+                await self._ask(1, tokens, new_tokens=NUM_BESIDE)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(keep_running()) for _ in range(number)]
+            yield
+            for task in tasks:
+                task.cancel()
+
+    async def prompt(self, tokens: int, *, way: str, repeats: int) -> PromptTime:
+        """Returns the mean time of a prompt of this length that comes alone."""
+        replies = []
+        for _ in range(repeats):
+            await _pause()
+            replies += await self._ask(1, tokens, new_tokens=1 + NUM_AFTER_FIRST, way=way)
         return PromptTime(
             replies[0].num_prompt_tokens or tokens,
-            statistics.median(one.ttft_s for one in replies),
+            statistics.mean(one.ttft_s for one in replies),
             # The first event may hold the second token already.
-            statistics.median((one.gaps_s or [0.0])[0] for one in replies),
+            statistics.mean((one.gaps_s or [0.0])[0] for one in replies),
+            way,
         )
 
     async def step(self, sequences: int, tokens: int, *, new_tokens: int, repeats: int) -> StepTime:
-        """Returns the time of a step of this many answers."""
+        """Returns the mean time of a step of this many answers."""
         found, context = [], 0.0
         for _ in range(repeats):
+            await _pause()
             replies = await self._ask(sequences, tokens, new_tokens=new_tokens)
             found.append(_step_s(replies))
             context = sum((one.num_prompt_tokens or tokens) + one.num_tokens / 2 for one in replies)
-        return StepTime(sequences, context, statistics.median(found))
+        return StepTime(sequences, context, statistics.mean(found))
 
-    async def _ask(self, number: int, tokens: int, *, new_tokens: int) -> list[Reply]:
+    async def _ask(self, number: int, tokens: int, *, new_tokens: int, way: str = "") -> list[Reply]:
         asks = [Ask(0.0, ((self._num_asked + each, tokens),), new_tokens) for each in range(1, number + 1)]
         self._num_asked += number
+        endpoint = replace(self._endpoint, headers={PREFILL_HEADER: way} if way else {})
         replies: list[Reply] = []
-        await self._load.open_loop(asks, replies.append)
+        await Load(endpoint, self._client, tokens_per_word=self._tokens_per_word).open_loop(asks, replies.append)
         failed = [one.error for one in replies if one.error]
         if failed:
             raise Unusable(f"an answer of {number} failed: {failed[0]}")
         return replies
+
+
+async def _pause() -> None:
+    await asyncio.sleep(random.uniform(0, MAX_PAUSE_S))  # noqa: S311 - no secret
 
 
 def _step_s(replies: Sequence[Reply]) -> float:

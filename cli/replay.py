@@ -14,7 +14,7 @@ from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.jobs import CHUNKINGS, TANDEM, WorkerSpec
 from planning.simulator.measured import read_measured
-from planning.simulator.profiles import PROFILES_FOLDER, Profile, linear_profile, profile
+from planning.simulator.profiles import DEFAULT_LINK, PROFILES_FOLDER, Profile, linear_profile, profile
 from planning.simulator.traces import Trace, compressed, read_trace
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
@@ -40,7 +40,6 @@ from services.scheduling.routing.price import RoutingSettings
 LADDER = ("random", "least_loaded", "prefix_aware", "hybrid")
 """What `--policy all` means: from the one that looks at nothing to the one that looks at everything."""
 DEFAULT_POLICY = "hybrid"
-DEFAULT_LINK = LinkSpeed(0.002, 25e9)
 NUM_LONG = 5_000
 """Requests from which on a run says how far it is."""
 
@@ -177,21 +176,22 @@ def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> 
     latency_s = link.latency_s if settings.link_latency_s is None else settings.link_latency_s
     bytes_per_s = settings.link_bytes_per_s or link.bytes_per_s
     workers = []
-    for kv_tokens, chunk_tokens in (
-        (settings.prefill_kv_tokens, settings.chunk_tokens),
-        (settings.decode_kv_tokens, settings.decode_chunk_tokens),
+    for law, outside_s, kv_tokens, chunk_tokens in (
+        (speeds.law, speeds.outside_s[0], settings.prefill_kv_tokens, settings.chunk_tokens),
+        (speeds.decode_law or speeds.law, speeds.outside_s[1], settings.decode_kv_tokens, settings.decode_chunk_tokens),
     ):
         workers.append(
             WorkerSpec(
                 num_pages=max(1, kv_tokens // page_size),
                 page_size=page_size,
-                law=speeds.law,
+                law=law,
                 link=LinkSpeed(latency_s, bytes_per_s),
                 kv_bytes_per_token=speeds.kv_bytes_per_token,
                 chunk_tokens=chunk_tokens,
                 chunking=settings.chunking,
                 max_batch=settings.max_batch,
                 eviction=settings.eviction,
+                outside_s=outside_s,
             )
         )
     how = DisaggregationSettings(

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,9 +21,15 @@ class FakeApi:
     def __init__(self) -> None:
         self.routes: dict[str, Answer | Callable[[], Answer]] = {}
         self.requests: list[tuple[str, Any]] = []
+        self._here = threading.local()
         self._server = Server(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
+
+    @property
+    def answered(self) -> tuple[Mapping[str, str], Any]:
+        """Headers and body of the request that this thread answers: others may have come since."""
+        return self._here.headers, self._here.body
 
     @property
     def port(self) -> int:
@@ -57,6 +63,7 @@ class FakeApi:
 
             def _answer(self, key: str, body: Any) -> None:
                 api.requests.append((key, body))
+                api._here.headers, api._here.body = self.headers, body
                 route = api.routes.get(key, (404, {"error": {"message": f"no route {key}"}}))
                 answer = route() if callable(route) else route
                 if isinstance(answer, tuple):

@@ -38,7 +38,7 @@ def alone_s(kind: Kind, *, targets: LatencyTargets, workload: Workload) -> dict[
     share = targets.percentile
     ttft, tpot, e2e = [], [], []
     for num_prompt, num_answer in workload.lengths:
-        first_s = prompt_s(kind, num_prompt)
+        first_s = min(kind.profile.outside_s) + prompt_s(kind, num_prompt)
         step_s = kind.profile.law.decode_at(1).step_s(1, num_prompt + num_answer / 2)
         ttft.append(first_s)
         tpot.append(step_s)

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planning.simulator.jobs import FCFS, WorkerSpec
-from planning.simulator.profiles import Profile
+from planning.simulator.profiles import DEFAULT_LINK, Profile
 from planning.simulator.traces import Trace, TraceRequest
 from services.runtime.errors import ConfigError
-from services.scheduling.prediction import LinkSpeed
 
 MEMORY_SHARE = 0.9
 """The part of a GPU's memory that weights and pages may have."""
@@ -84,17 +83,19 @@ class Kind:
     kv_tokens: int
     max_batch: int = MAX_BATCH
 
-    def spec(self, *, chunk_tokens: int = CHUNK_TOKENS, max_batch: int | None = None) -> WorkerSpec:
-        """Returns the worker for a simulation."""
+    def spec(self, *, is_decode: bool = False, chunk_tokens: int = CHUNK_TOKENS) -> WorkerSpec:
+        """Returns a prefill or a decode worker for a simulation."""
+        profile = self.profile
         return WorkerSpec(
             num_pages=self.kv_tokens // PAGE_SIZE,
             page_size=PAGE_SIZE,
-            law=self.profile.law,
-            link=LinkSpeed(0.002, 25e9),
-            kv_bytes_per_token=self.profile.kv_bytes_per_token,
+            law=(profile.decode_law if is_decode else None) or profile.law,
+            link=profile.link or DEFAULT_LINK,
+            kv_bytes_per_token=profile.kv_bytes_per_token,
             chunk_tokens=chunk_tokens,
-            max_batch=max_batch or self.max_batch,
+            max_batch=self.max_batch,
             chunking=FCFS,
+            outside_s=profile.outside_s[is_decode],
         )
 
 

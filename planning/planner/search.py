@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from planning.planner.bounds import Bound, impossible, least_workers, step_target_s
-from planning.planner.question import DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question
+from planning.planner.question import CHUNK_TOKENS, DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question
 from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.report import answered, e2e_s, percentile, tpot_s, ttft_s
 
@@ -135,7 +135,7 @@ def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.
     num_requests = max(MIN_REQUESTS, math.ceil(SPAN * rate_per_s * _usual_s(question, shape)))
     trace = question.workload.trace(num_requests, rate_per_s=rate_per_s, seed=seed)
     longest = max(prompt + reply for prompt, reply in question.workload.lengths)
-    decode = shape.decode.spec() if num_prefill else shape.decode.spec(chunk_tokens=DECODE_CHUNK_TOKENS)
+    decode = shape.decode.spec(is_decode=True, chunk_tokens=CHUNK_TOKENS if num_prefill else DECODE_CHUNK_TOKENS)
     spec = ClusterSpec(
         num_prefill=num_prefill,
         num_decode=num_decode,

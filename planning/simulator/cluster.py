@@ -267,8 +267,7 @@ class Cluster:
 
     def lose_worker(self, worker_id: str) -> None:
         """A worker ends its work; the gateway hears of it by `note_lost`."""
-        worker = self.pool.find(worker_id)
-        if worker is not None:
+        if (worker := self.pool.find(worker_id)) is not None:
             worker.lose()
 
     def note_lost(self, *worker_ids: str) -> None:
@@ -456,6 +455,7 @@ class Cluster:
         job.is_remote = route.is_remote
         job.decode_worker = route.decode.worker_id
         job.prefill_worker = route.prefills[0].worker_id if route.is_remote else ""
+        job.outside_s = (self.spec.prefill if route.is_remote else self.spec.decode).outside_s
         job.pull = route.pulls.get(job.prefill_worker)
         if job.dispatched_s is None:
             job.dispatched_s = self._loop.now_s

@@ -37,6 +37,8 @@ class WorkerSpec:
     max_batch: int
     chunking: str = FCFS
     eviction: str = LRU_LEAF_FIRST
+    outside_s: float = 0.0
+    """What a request whose prompt is computed here spends outside workers before its first token, in seconds."""
 
 
 class Phase(Enum):
@@ -66,6 +68,8 @@ class Job:
     prefill_worker: str = ""
     decode_worker: str = ""
     is_remote: bool = False
+    outside_s: float = 0.0
+    """Seconds that its messages take besides those between regions."""
     pull: Pull | None = None
     """What its prefill worker is to fetch first."""
     dispatched_s: float | None = None

@@ -6,6 +6,7 @@ saw: the gateway's own time is in them.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,15 +19,20 @@ from services.runtime.errors import ConfigError
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 FORMAT = "tandem-step-times/1"
+REMOTE, LOCAL = "remote", "local"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTime:
-    """A prompt that was alone: its tokens, seconds to the first token, and from there to the second one."""
+    """A prompt: its tokens, seconds to the first token, and from there to the second one.
+
+    `way` says where it was computed: `remote`, at a prefill worker; `local`, at a decode worker; empty: unknown.
+    """
 
     tokens: int
     first_s: float
     second_s: float
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +58,42 @@ class Measured:
     @property
     def profile(self) -> Profile:
         """The law that is closest to the measurements, with its errors, and the link between the workers."""
-        prompts = fitted(
-            [(1.0, float(one.tokens), float(one.tokens) ** 2) for one in self.prompts],
-            [one.first_s for one in self.prompts],
-        )
         steps = fitted(
             [(1.0, float(one.sequences), float(one.context_tokens)) for one in self.steps],
             [one.step_s for one in self.steps],
         )
         decode = DecodeSpeed(*steps.factors)
-        law = LinearLaw(PrefillSpeed(*prompts.factors), decode, decode)
-        errors = (f"prompts: {prompts}", f"decode steps: {steps}")
-        return Profile(self.name, law, self.kv_bytes_per_token, errors, self._link(decode))
+        laws, outside_s, errors = list[LinearLaw](), list[float](), list[str]()
+        for way, words in ((REMOTE, "prompts"), (LOCAL, "prompts at decode workers")):
+            rows = self._prompts_of(way)
+            prompts = fitted(
+                [(1.0, float(one.tokens), float(one.tokens) ** 2) for one in rows], [one.first_s for one in rows]
+            )
+            start_s, token_s, pair_s = prompts.factors
+            # A step of hardly any tokens takes what a step of one sequence does; the rest is not spent in the worker.
+            step_s = min(start_s, decode.step_s(1, 0))
+            laws.append(LinearLaw(PrefillSpeed(step_s, token_s, pair_s), decode, decode))
+            outside_s.append(start_s - step_s)
+            if way == REMOTE or rows[0].way == LOCAL:
+                errors.append(f"{words}: {prompts}")
+        return Profile(
+            self.name,
+            laws[0],
+            self.kv_bytes_per_token,
+            (*errors, f"decode steps: {steps}"),
+            self._link(decode),
+            laws[1],
+            (outside_s[0], outside_s[1]),
+        )
+
+    def _prompts_of(self, way: str) -> Sequence[PromptTime]:
+        """Returns the prompts that were computed in a way, or all where none is known to have been."""
+        return [one for one in self.prompts if one.way == way] or self.prompts
 
     def _link(self, decode: DecodeSpeed) -> LinkSpeed:
         """What the second token waits for beyond its step: a latency, and a time for each byte of pages."""
-        waits = [(one.tokens, max(0.0, one.second_s - decode.step_s(1, one.tokens))) for one in self.prompts]
+        rows = self._prompts_of(REMOTE)
+        waits = [(one.tokens, max(0.0, one.second_s - decode.step_s(1, one.tokens))) for one in rows]
         positive = [(tokens, wait_s) for tokens, wait_s in waits if wait_s > 0]
         if len(positive) < 2 or self.kv_bytes_per_token == 0:
             return LinkSpeed(sum(wait_s for _, wait_s in waits) / len(waits), math.inf)
@@ -101,13 +127,15 @@ def read_measured(file: Path) -> Measured:
         raise ConfigError(f"{file}: the field {error} is missing") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is not a file of step times: {error}") from None
-    if len(found.prompts) < 3 or len(found.steps) < 3:
-        raise ConfigError(f"{file} has fewer than 3 measurements of prompts or of steps")
+    ways = Counter(one.way for one in found.prompts)
+    if min(ways.values(), default=0) < 3 or len(found.steps) < 3:
+        raise ConfigError(f"{file} has fewer than 3 measurements of prompts, in one of their ways, or of steps")
     return found
 
 
 def _prompt(row: Mapping[str, Any]) -> PromptTime:
-    return PromptTime(int(row["tokens"]), _positive(row["first_s"]), max(0.0, float(row["second_s"])))
+    second_s, way = max(0.0, float(row["second_s"])), str(row.get("way", ""))
+    return PromptTime(int(row["tokens"]), _positive(row["first_s"]), second_s, way)
 
 
 def _step(row: Mapping[str, Any]) -> StepTime:

@@ -17,6 +17,9 @@ from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 PROFILES_FOLDER = Path(__file__).resolve().parents[1] / "step_times"
 
+DEFAULT_LINK = LinkSpeed(0.002, 25e9)
+"""Between workers of which no link was measured."""
+
 KV_BYTES_PER_TOKEN = {
     # 2 (K and V) × layers × KV heads × head dimension × 2 bytes
     "llama-3.1-8b": 2 * 32 * 8 * 128 * 2,
@@ -38,7 +41,9 @@ ALIASES = {
 class Profile:
     """How fast one worker is, and bytes of KV for each token; `errors` say how well the law fits its measurements.
 
-    `link` None: unknown.
+    `link` None: unknown. `decode_law` is that of a worker that decodes, where its prompts take another time than those
+    of a prefill worker. `outside_s` are seconds before the first token that a request spends outside workers: where a
+    prefill worker computes its prompt, and where the decode worker does.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Profile:
     kv_bytes_per_token: int
     errors: tuple[str, ...] = ()
     link: LinkSpeed | None = None
+    decode_law: StepLaw | None = None
+    outside_s: tuple[float, float] = (0.0, 0.0)
 
 
 def profile(name: str, folder: Path = PROFILES_FOLDER) -> Profile:

@@ -41,9 +41,11 @@ class Regions:
         return LinkSpeed(link.latency_s * factor + more_s, link.bytes_per_s / factor)
 
     def way_s(self, job: Job) -> float:
-        """Returns how long an attempt's messages from its gateway to its workers and back take, in seconds."""
+        """Returns how long an attempt's messages from its client to its workers and back take, in seconds."""
         workers = (job.decode_worker, job.prefill_worker) if job.is_remote else (job.decode_worker,)
-        return max(self._routing.far_s(job.region, self._pool.regions[worker_id]) for worker_id in workers)
+        return job.outside_s + max(
+            self._routing.far_s(job.region, self._pool.regions[worker_id]) for worker_id in workers
+        )
 
     def routes(
         self,

@@ -9,19 +9,24 @@ import pytest
 
 from cli.bench_load import Ask, Reply
 from cli.main import main
-from cli.profile import _step_s
+from cli.profile import NUM_BESIDE, _step_s
 from planning.simulator.measured import read_measured
 
 
 def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
     api: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    running: list[None] = []
+    beside: dict[str, list[int]] = {"local": [], "remote": [], "": []}
+
     def answer() -> list[Any]:
-        _, body = api.requests[-1]
+        headers, body = api.answered
         num_prompt, num_new = len(body["prompt"].split()), body["max_tokens"]
+        beside[headers.get("x-tandem-prefill", "")].append(len(running))
 
         def pieces() -> Any:
             time.sleep(0.005 + num_prompt * 5e-5)
+            running.extend([None] * (num_new == NUM_BESIDE))
             for number in range(num_new):
                 if number:
                     time.sleep(0.004)
@@ -32,17 +37,22 @@ def test_an_endpoint_is_measured_and_the_file_is_taken_by_plan_and_replay(
         return pieces()  # type: ignore[no-any-return]  # the fake stands for an untyped iterator
 
     worker = {"role": "decode", "model": "m", "kv_bytes_per_token": 100, "page_tokens": 16, "max_running": 4}
+    others = [{"role": "prefill", "model": "m"}, {"role": "prefill", "model": "other"}]
     api.routes["GET /v1/models"] = (200, {"data": [{"id": "m"}]})
-    api.routes["GET /cluster"] = (200, {"workers": [{**worker, "pages": {"total": 100}}]})
+    api.routes["GET /cluster"] = (200, {"workers": [*others, {**worker, "pages": {"total": 100}}]})
     api.routes["POST /v1/completions"] = answer
     file = tmp_path / "m.json"
     words = ["--url", api.url, "--prompts", "20,100,200", "--batches", "1,2", "--contexts", "20,100"]
     assert main(["profile", str(file), *words, "--new-tokens", "16", "--repeats", "2"]) == 0
-    assert "m: prompts: error mean" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "m: prompts: error mean" in told
+    assert "m: prompts at decode workers: error mean" in told
     found = read_measured(file)
     assert (found.kv_tokens, found.max_batch, found.kv_bytes_per_token) == (1600, 4, 100)
+    assert [one.way for one in found.prompts] == ["local"] * 3 + ["remote"] * 3
+    assert max(beside["local"]) == 0 < max(beside["remote"]), "an answer runs beside prefill workers"
     law = found.profile.law
-    assert 0.008 <= law.prefill.time_s(100) < 0.04
+    assert 0.008 <= law.prefill.time_s(100) + found.profile.outside_s[0] < 0.04
     assert 0.004 <= law.decode_at(2).step_s(2, 100) < 0.012
     assert main(["plan", "--measured", str(file), "--rate", "1", "--input", "50", "--output", "20", "--ttft", "1"]) == 0
     trace = tmp_path / "trace.jsonl"

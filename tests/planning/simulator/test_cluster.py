@@ -135,6 +135,19 @@ def test_alone_a_request_takes_what_the_closed_forms_say(num_prompt_tokens: int)
     assert e2e_s(job) - ttft_s(job) == pytest.approx(transfer_s + steps_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("local_prefill_tokens", [0, 10**6])
+def test_what_is_spent_outside_workers_delays_tokens_and_takes_no_workers_time(local_prefill_tokens: int) -> None:
+    requests = trace_of([TraceRequest(0.01 * number, 500, 5) for number in range(20)])
+    spec = cluster_spec(local_prefill_tokens=local_prefill_tokens)
+    near = simulate(requests, spec, "hybrid")
+    outside = replace(spec, prefill=replace(spec.prefill, outside_s=0.25), decode=replace(spec.decode, outside_s=0.125))
+    far = simulate(requests, outside, "hybrid")
+    more_s = 0.25 if local_prefill_tokens == 0 else 0.125
+    assert [ttft_s(job) for job in far.jobs] == pytest.approx([ttft_s(job) + more_s for job in near.jobs])
+    assert [e2e_s(job) for job in far.jobs] == pytest.approx([e2e_s(job) + more_s for job in near.jobs])
+    assert {name: one.total for name, one in far.busy.items()} == {name: one.total for name, one in near.busy.items()}
+
+
 def test_at_low_load_every_first_token_comes_when_the_law_says() -> None:
     source = random.Random(3)
     requests = [TraceRequest(10.0 * index, source.randrange(1, 5000), 3) for index in range(50)]

@@ -1,6 +1,7 @@
 """Files of measured step times: the law is found again, and what is no such file is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,23 @@ def test_the_speeds_that_were_measured_are_found_again(tmp_path: Path) -> None:
     assert profile.errors[0].startswith("prompts: error mean 0.0%")
 
 
+def test_each_way_of_a_prompt_has_its_own_line_and_what_no_step_takes_is_outside_of_workers() -> None:
+    local, remote = PrefillSpeed(0.025, 5e-5, 1e-8), PrefillSpeed(0.035, 1e-4, 1e-8)
+    whole, sizes = measured(), (32, 128, 512, 2048)
+    prompts = [PromptTime(n, local.time_s(n), STEP.step_s(1, n), "local") for n in sizes]
+    prompts += [PromptTime(n, remote.time_s(n), STEP.step_s(1, n) + LINK.time_s(n * KV_BYTES), "remote") for n in sizes]
+    profile = replace(whole, prompts=prompts).profile
+    step_s = STEP.step_s(1, 0)
+    assert isinstance(profile.law, LinearLaw)
+    assert isinstance(profile.decode_law, LinearLaw)
+    assert profile.law.prefill.time_s(1000) == pytest.approx(remote.time_s(1000) - 0.035 + step_s)
+    assert profile.decode_law.prefill.time_s(1000) == pytest.approx(local.time_s(1000) - 0.025 + step_s)
+    assert profile.outside_s == pytest.approx((0.035 - step_s, 0.025 - step_s))
+    assert profile.link is not None
+    assert profile.link.time_s(10**6) == pytest.approx(LINK.time_s(10**6)), "a local prompt goes over no link"
+    assert [error.split(":")[0] for error in profile.errors] == ["prompts", "prompts at decode workers", "decode steps"]
+
+
 def test_without_a_link_that_can_be_told_transfers_take_what_second_tokens_waited_for() -> None:
     whole = measured()
     quick = Measured(
@@ -53,6 +71,9 @@ def test_without_a_link_that_can_be_told_transfers_take_what_second_tokens_waite
     assert quick.profile.link == LinkSpeed(0.0, float("inf"))
 
 
+PROMPTS = measured().document()["prompts"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -60,6 +81,7 @@ def test_without_a_link_that_can_be_told_transfers_take_what_second_tokens_waite
         ({"prompts": []}, "fewer than 3"),
         ({"steps": [{"sequences": 1, "context_tokens": 5, "step_s": float("nan")}] * 3}, "no time"),
         ({"prompts": None}, "is not a file of step times"),
+        ({"prompts": [*PROMPTS, {**PROMPTS[0], "way": "local"}]}, "fewer than 3"),
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
