@@ -64,7 +64,7 @@ def _walk(parser: CommandParser, path: str) -> Iterator[tuple[str, tuple[list[st
 
 def _words(subcommands: list[str], settings: list[Setting]) -> str:
     arguments = [name for setting in settings if setting.kind.is_positional for name in setting.kind.choices]
-    flags = [setting.flag for setting in settings if setting.flag.startswith("--")]
+    flags = [name for setting in settings for name in (setting.flag, setting.negative) if name.startswith("--")]
     return " ".join([*subcommands, *arguments, *flags, "--help"])
 
 
@@ -92,6 +92,8 @@ def _fish(tree: Tree) -> str:
             flag = f" -l {setting.flag[2:]}" if setting.flag.startswith("--") else " -f"
             takes = "" if setting.kind.is_flag else " -r"
             choices = f" -a {shlex.quote(' '.join(setting.kind.choices))}" if setting.kind.choices else ""
+            if setting.negative:
+                lines.append(f"{start} -l {setting.negative[2:]}")
             if setting.flag:
                 lines.append(f"{start}{flag}{takes}{choices} -d {shlex.quote(setting.help)}")
     return "\n".join(lines) + "\n"

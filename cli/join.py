@@ -17,7 +17,7 @@ from cli.children import Addresses, ChildSpec, ModelPlan, child_environment, wor
 from cli.commands import CommandParser
 from cli.cores import this_machine
 from cli.gpus import visible_gpus
-from cli.log_lines import is_ready_line, loading_text, says
+from cli.log_lines import is_ready_line, says, start_text
 from cli.progress import Progress
 from cli.restarts import RestartPolicy
 from cli.supervisor import Child, Supervisor
@@ -32,7 +32,7 @@ from services.runtime.config import forwarded, option, read
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import argument, flag, folder, integer, number, redis_url, text
 from services.runtime.process import watched
-from services.runtime.worker_state import FOUND, UNFOUND
+from services.runtime.worker_state import FOUND, UNFOUND, UNLISTED
 from worker.config import WorkerConfig
 
 POLL_S = 0.2
@@ -183,7 +183,7 @@ class Joined:
                 self._ready.add(child.name)
                 self._supervisor.mark_ready(child.name)
                 self._progress.show(child.name, f"ready (pid {child.pid})", is_done=True)
-            elif lines and (said := loading_text(lines[-1])):
+            elif lines and (said := start_text(lines[-1])):
                 self._progress.show(child.name, said)
 
     def _look_for_gateways(self, child: Child, lines: list[str]) -> None:
@@ -191,9 +191,9 @@ class Joined:
             self._found.add(child.name)
             if child.name in self._unfound:
                 print(f"{child.name}: {FOUND}", file=sys.stderr, flush=True)
-        elif child.name not in self._unfound and any(says(line, UNFOUND) for line in lines):
+        elif child.name not in self._unfound and (why := next(filter(None, map(_why_unfound, lines)), "")):
             self._unfound.add(child.name)
-            print(f"{child.name}: {UNFOUND}; {WHY_UNFOUND}", file=sys.stderr, flush=True)
+            print(f"{child.name}: {why}", file=sys.stderr, flush=True)
 
     def _on_change(self, child: Child, news: str) -> None:
         for names in (self._ready, self._found, self._unfound):
@@ -215,6 +215,13 @@ class Joined:
             tail = "\n".join(failed.last_log_lines(NUM_TAIL_LINES))
             print(f"error: {failed.name} cannot be kept running; its log {failed.log} ends:\n{tail}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _why_unfound(line: str) -> str:
+    """Returns why no gateway uses a worker, by a line of its log; empty where the line does not say."""
+    if says(line, UNFOUND):
+        return f"{UNFOUND}; {WHY_UNFOUND}"
+    return start_text(line) if says(line, UNLISTED) else ""
 
 
 def _lines_after(log: Path, offset: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.runtime.logs import human_line
 from services.runtime.model_size import LOADING
+from services.runtime.worker_state import UNLISTED
 
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} (?P<time>\d\d:\d\d:\d\d\.\d+)\s+\d+ (?P<place>[\w./-]+:\d+)\] (?P<said>.*)")
 """A line of gRPC's core, which writes it itself."""
@@ -32,16 +33,19 @@ def for_people(line: str, *, is_coloured: bool) -> str:
     return f"{shown}\n{traceback}" if traceback else shown
 
 
-def loading_text(line: str) -> str:
-    """Returns how far a worker's weights are read, by a line of its log; empty where the line says something else."""
+def start_text(line: str) -> str:
+    """Returns how far a worker's start is, or what it waits for, by a line of its log; empty where it does not say."""
     try:
         entry = json.loads(line) if line.startswith("{") else {}
+        if entry.get("message") == UNLISTED:
+            return f"{UNLISTED}: {entry['error']}"
         if entry.get("message") != LOADING:
             return ""
         read, size, left_s = (float(entry[name]) for name in ("read_bytes", "of_bytes", "left_s"))
     except (ValueError, KeyError, TypeError):
         return ""
-    return f"{LOADING}: {read / 1e9:.1f} of {size / 1e9:.1f} GB, {left_s:.0f} s left"
+    scale, unit = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    return f"{LOADING}: {read / scale:.1f} of {size / scale:.1f} {unit}, {left_s:.0f} s left"
 
 
 def says(line: str, message: str) -> bool:

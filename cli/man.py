@@ -57,9 +57,9 @@ def _command(parser: CommandParser) -> Iterator[str]:
 
 def _flag(setting: Setting) -> Iterator[str]:
     name = setting.flag or setting.variable
-    value = "" if setting.kind.is_flag or setting.kind.is_positional or not setting.flag else f" {setting.metavar}"
-    default = "" if setting.is_required or setting.default in (None, (), "") else f" Default: {setting.default}."
-    yield f".TP\n.BR {_text(name)}\\fI{_text(value)}\\fR\n{_text(setting.help + default)}"
+    value = "" if setting.kind.is_flag or setting.kind.is_positional or not setting.flag else setting.metavar
+    names = ", ".join(filter(None, (name, setting.kind.short)))
+    yield f".TP\n.B {_text(names)} \\fI{_text(value)}\\fR\n{_text(f'{setting.help} {setting.default_words}')}"
 
 
 def _text(words: str, *, keeps_lines: bool = False) -> str:

@@ -33,7 +33,7 @@ from cli.cores import this_machine
 from cli.fleet import Fleet, Resized
 from cli.gpus import visible_gpus
 from cli.log_files import open_private
-from cli.log_lines import for_people, loading_text
+from cli.log_lines import for_people, start_text
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from cli.supervisor import Child, Supervisor
@@ -350,7 +350,7 @@ class Up:
         """Shows how far the weights of workers are that are not ready."""
         for child in self._supervisor.children.values():
             is_ready = self._ready_pids.get(child.name) == child.pid
-            if not is_ready and (said := loading_text("".join(child.last_log_lines(1)))):
+            if not is_ready and (said := start_text("".join(child.last_log_lines(1)))):
                 self._progress.show(child.name, said)
 
     def _probe_tls(self) -> ssl.SSLContext | None:

@@ -176,6 +176,12 @@ class AsyncLLM:
         """Ends what runs, and gives the model's memory back. May be called again."""
         self._engine.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.to_thread(self.close)
+
     async def _token_ids(self, prompt: Prompt) -> list[int]:
         return await self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.runtime.config import all_settings_of, misspelt
+import pytest
+
+from services.runtime.config import Setting, all_settings_of, misspelt
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "config_reference.py"
@@ -24,13 +26,25 @@ def test_every_setting_is_there_and_no_place_of_this_machine() -> None:
     assert str(ROOT) not in page
 
 
-def test_no_program_takes_the_variables_of_another_for_misspelt_ones_of_its_own() -> None:
+@pytest.fixture(scope="module")
+def programs() -> list[list[Setting]]:
+    """The settings of each program."""
     spec = importlib.util.spec_from_file_location("config_reference", TOOL)
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    programs = [[setting.variable for setting in all_settings_of(one)] for one in reference.PROGRAMS.values()]
-    everything = {variable for variables in programs for variable in variables}
+    return [all_settings_of(one) for one in reference.PROGRAMS.values()]
+
+
+def test_a_default_is_shown_as_it_would_be_given(programs: list[list[Setting]]) -> None:
+    shown = [one for settings in programs for one in settings if one.default_text]
+    assert {"128MiB", "32,512", "true", "8000"} <= {one.default_text for one in shown}
+    assert [one.name for one in shown if one.parse(one.default_text, one.flag) != one.default] == []
+
+
+def test_no_program_takes_the_variables_of_another_for_misspelt_ones_of_its_own(programs: list[list[Setting]]) -> None:
+    named = [[setting.variable for setting in settings] for settings in programs]
+    everything = {variable for variables in named for variable in variables}
     assert len(everything) > 150
-    assert [misspelt(everything, variables) for variables in programs if misspelt(everything, variables)] == []
+    assert [misspelt(everything, variables) for variables in named if misspelt(everything, variables)] == []

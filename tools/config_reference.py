@@ -104,8 +104,7 @@ def _section(name: str, config_class: type[Any]) -> str:
     bases = {other: base for other, base in PROGRAMS.items() if base in config_class.__mro__[1:]}
     inherited = {setting.name for base in bases.values() for setting in settings_of(base)}
     rows = [
-        f"| {_names(setting)} | {_default(setting.default, is_required=setting.is_required)} | "
-        f"{_cell(setting.help)} | {_cell(setting.kind.rule)} |"
+        f"| {_names(setting)} | {_default(setting)} | {_cell(setting.help)} | {_cell(setting.kind.rule)} |"
         for setting in settings_of(config_class)
         if setting.name not in inherited
     ]
@@ -134,14 +133,9 @@ def _names(setting: Setting) -> str:
     )
 
 
-def _default(value: Any, *, is_required: bool) -> str:
-    if is_required:
-        return "required"
-    if value is None or value == "":
-        return ""
-    if isinstance(value, Path):
-        value = value.relative_to(ROOT) if value.is_relative_to(ROOT) else value
-    return f"`{_cell(str(value))}`"
+def _default(setting: Setting) -> str:
+    words = "required" if setting.is_required else setting.default_text.removeprefix(f"{ROOT}/")
+    return words if setting.is_required or not words else f"`{_cell(words)}`"
 
 
 def _cell(text: str) -> str:

@@ -27,11 +27,12 @@ from services.cluster.registry_scripts import LIST, RELEASE, RENEW
 from services.cluster.secret import share, share_through
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.cluster_secret import Secrets
+from services.runtime.config import redacted
 from services.runtime.errors import LeaseLost, StoreUnavailable
 from services.runtime.identity import identity_key
 from services.runtime.membership import is_signed, sign_record
 from services.runtime.model_facts import ModelFacts
-from services.runtime.worker_state import SAID_BY_WORKERS, WorkerState
+from services.runtime.worker_state import SAID_BY_WORKERS, UNLISTED, WorkerState
 
 LEASE_TTL_S = 3.0
 LEASE_BEAT_S = 1.0
@@ -180,6 +181,7 @@ class WorkerLease:
         self._is_lost = False
         self._renewed_at_s: float | None = None
         self._confirmed_state: WorkerState | None = None
+        self._has_told = False
         self._thread = threading.Thread(target=self._keep, name=f"lease-{record.id}", daemon=True)
 
     @property
@@ -232,6 +234,9 @@ class WorkerLease:
         try:
             action()
         except (RedisError, OSError) as error:
+            if self._confirmed_state is None and not self._has_told:
+                self._has_told = True
+                logger.warning(UNLISTED, extra={"error": redacted(str(error)) or type(error).__name__})
             self._client.connection_pool.disconnect()
             logger.debug("the lease could not be renewed", extra={"error": type(error).__name__})
 

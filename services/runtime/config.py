@@ -129,6 +129,27 @@ class Setting:
         return self.name.upper() if self.kind.is_positional else "--" + self.name.replace("_", "-")
 
     @property
+    def negative(self) -> str:
+        """The flag that turns off what is on by default; empty for other settings."""
+        return self.flag.replace("--", "--no-", 1) if self.kind.is_flag and self.default is True else ""
+
+    @property
+    def default_text(self) -> str:
+        """The default as it would be given; empty where help names no default."""
+        if self.is_required or self.default in (None, ()):
+            return ""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        return str(self.default).lower() if self.kind.is_flag else self.kind.written(self.default)
+
+    @property
+    def default_words(self) -> str:
+        """What help says of the default; empty where it names none."""
+        if self.kind.is_flag:
+            return f"Default: on; {self.negative} turns it off." if self.default else "Default: off."
+        return f"Default: {self.default_text}." if self.default_text else ""
+
+    @property
     def metavar(self) -> str:
         """The placeholder of the value in `--help`: its unit, where the name ends in one."""
         return _UNITS.get(self.name.rsplit("_", 1)[-1], self.kind.metavar)
@@ -231,10 +252,10 @@ def _add_flag(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", setti
     kind = setting.kind
     if kind.is_secret:
         return
-    default = "" if setting.is_required or setting.default is None else f"Default: {setting.default}. "
-    needed = "Required. " if setting.is_required else ""
+    rule = "" if kind.is_flag else f"Rule: {kind.rule}."
+    needed = "Required." if setting.is_required else setting.default_words
     variable = "" if kind.is_positional else f"[{setting.variable}]"
-    words = f"{setting.help} Rule: {kind.rule}. {needed}{default}{variable}".strip().replace("%", "%%")
+    words = " ".join(filter(None, (setting.help, rule, needed, variable))).replace("%", "%%")
     if kind.is_positional:
         parser.add_argument(setting.name, metavar=setting.flag, help=words)
     elif kind.is_flag:
@@ -295,7 +316,9 @@ class _Sources:
         """Refuses names in the file that no setting has. Raises ConfigError, with the most similar one."""
         for name, filed in self.filed.items():
             if name not in known:
-                raise ConfigError(f"{filed.place} is not a setting{did_you_mean(name, known)}")
+                names = [each.replace("_", "-") for each in known]
+                guess = did_you_mean(name.replace("_", "-"), names)
+                raise ConfigError(f"{filed.place} is not a setting{guess}")
 
     def text(self, setting: Setting) -> tuple[str | None, str]:
         """Returns the text from the first place that gives one, or None, and what that place calls the setting.

@@ -51,6 +51,8 @@ class Kind(Generic[T]):
     """The value is left out of the `repr` of its settings, as part of it may be a password."""
     is_secret: bool = False
     """The value has no flag, as everybody on the machine can read command lines."""
+    written: Callable[[T], str] = str
+    """Writes a value as a text that `parse` takes."""
 
 
 def text(*, pattern: str | None = None, rule: str = "a text that is not empty") -> Kind[str]:
@@ -130,7 +132,11 @@ def size_bytes(minimum: int = 1) -> Kind[int]:
         _require(size >= minimum)
         return size
 
-    return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB", metavar="BYTES")
+    def written(size: int) -> str:
+        unit = next(unit for unit in ("TiB", "GiB", "MiB", "KiB", "") if size % _SIZE_UNITS[unit.lower()] == 0)
+        return f"{size // _SIZE_UNITS[unit.lower()]}{unit}" if size else "0"
+
+    return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB", metavar="BYTES", written=written)
 
 
 def number_set() -> Kind[tuple[int, ...]]:

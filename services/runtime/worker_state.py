@@ -22,3 +22,5 @@ SAID_BY_WORKERS = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING
 FOUND = "a gateway has connected"
 UNFOUND = "no gateway has connected"
 """Messages of a worker's log: it is of use from the first on, and looked for in vain until then."""
+UNLISTED = "Redis does not answer, so no gateway can find this worker"
+"""Another one, which has the cause as `error`."""

@@ -24,6 +24,7 @@ def script(shell: str) -> str:
         ("keys new --service-class ", {"batch", "normal"}, {"--tenant"}),
         ("up --http-port 5 --tra", {"--transport"}, {"--url"}),
         ("up --transport ", {"auto", "shm"}, {"--url"}),
+        ("up --no-", {"--no-pin"}, {"--no-verbose"}),
         ("replay trace.csv --pol", {"--policy"}, {"up"}),
         ("completion ", {"bash", "fish"}, {"up"}),
     ],

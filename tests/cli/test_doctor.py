@@ -35,6 +35,18 @@ def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
 
 
+def test_a_package_that_is_missing_has_its_extra_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", missing)
+    monkeypatch.setattr(doctor, "vllm", lambda: Finding(Level.OK, "vllm", ""))
+    for gpus, extras in (("", ["worker", "local"]), ("0", ["worker", "local", "gpu"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        found = bad(doctor.software())
+        assert [one.advice.partition("pip install ")[2] for one in found] == [f"'tandem-serving[{x}]'" for x in extras]
+
+
 def test_what_is_said_of_vllm(tmp_path: Path) -> None:
     """This interpreter has none; the one beside answers what a script says."""
     absent = doctor.vllm(tmp_path)

@@ -21,7 +21,7 @@ from demo import DEMO_MODEL
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.config import read
 from services.runtime.errors import ConfigError
-from services.runtime.worker_state import FOUND, UNFOUND
+from services.runtime.worker_state import FOUND, UNFOUND, UNLISTED
 
 REDIS = "redis://10.0.0.1:6379"
 READY = json.dumps({"message": "ready"})
@@ -98,11 +98,23 @@ async def test_it_is_ready_when_every_worker_says_so_and_ends_all(
     assert all(one.process.returncode is not None for one in joined._supervisor.children.values())
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"message": UNFOUND}, "a: no gateway has connected; "),
+        ({"message": UNLISTED, "error": "Connection refused"}, f"a: {UNLISTED}: Connection refused\n"),
+    ],
+)
 async def test_it_says_that_no_gateway_comes_and_when_one_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    entry: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cli.join.POLL_S", 0.01)
-    says = [f"print({json.dumps({'message': message})!r}, flush=True)\n" for message in ("ready", UNFOUND, FOUND)]
+    entries = ({"message": "ready"}, entry, {"message": FOUND})
+    says = [f"print({json.dumps(each)!r}, flush=True)\n" for each in entries]
     gate = tmp_path / "gate"
     slow = f"while not __import__('os').path.exists({str(gate)!r}): time.sleep(0.01)\n"
     body = f"{says[0]}{says[1]}{slow}{says[2]}time.sleep(60)"
@@ -112,7 +124,7 @@ async def test_it_says_that_no_gateway_comes_and_when_one_does(
     def look(self: Joined, really: Callable[[Joined], None] = Joined._look) -> None:
         really(self)
         seen.append(capsys.readouterr().err)
-        if "a: no gateway has connected; " in "".join(seen):
+        if said in "".join(seen):
             gate.touch()
         if "a: a gateway has connected\n" in "".join(seen):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -120,7 +132,7 @@ async def test_it_says_that_no_gateway_comes_and_when_one_does(
     monkeypatch.setattr(Joined, "_look", look)
     with early_signals() as came:
         assert await joined.run(came) == 0
-    assert "".join(seen).count("no gateway has connected") == 1
+    assert "".join(seen).count(said) == 1
 
 
 async def test_a_worker_that_cannot_run_is_named_with_the_end_of_its_log(

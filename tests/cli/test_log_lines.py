@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
-from cli.log_lines import for_people, loading_text, time_of
+from cli.log_lines import for_people, start_text, time_of
 from services.runtime import logs
+from services.runtime.worker_state import UNLISTED
 
 
 def written(message: str, **fields: object) -> str:
@@ -54,6 +55,14 @@ def test_a_line_of_grpc_itself_looks_like_the_others() -> None:
 
 def test_how_far_weights_are_read_is_one_short_text() -> None:
     told = {"message": "loading weights", "read_bytes": 1_230_000_000, "of_bytes": 16_060_000_000, "left_s": 48}
-    assert loading_text(json.dumps(told)) == "loading weights: 1.2 of 16.1 GB, 48 s left"
+    assert start_text(json.dumps(told)) == "loading weights: 1.2 of 16.1 GB, 48 s left"
+    small = {**told, "read_bytes": 1_048_576, "of_bytes": 8_432_072}
+    assert start_text(json.dumps(small)) == "loading weights: 1.0 of 8.4 MB, 48 s left"
     for line in ("", "{", "loading weights", json.dumps({**told, "left_s": "soon"}), json.dumps({"message": "ready"})):
-        assert loading_text(line) == ""
+        assert start_text(line) == ""
+
+
+def test_a_worker_whose_redis_does_not_answer_says_why() -> None:
+    told = {"message": UNLISTED, "error": "Connection refused"}
+    assert start_text(json.dumps(told)) == f"{UNLISTED}: Connection refused"
+    assert start_text(json.dumps({"message": UNLISTED})) == ""

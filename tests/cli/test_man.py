@@ -34,4 +34,6 @@ def test_groff_has_nothing_to_say_of_it(page: str) -> None:
     command = ["groff", "-K", "utf8", "-man", "-Tutf8", "-ww"]
     done = subprocess.run(command, input=page, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == ""
-    assert "tandem.toml" in re.sub(".\x08", "", done.stdout)  # without what is struck twice to be bold
+    plain = re.sub(".\x08", "", done.stdout)  # without what is struck twice to be bold
+    for words in ("tandem.toml", "--http-port PORT\n", "--verbose, -v\n", "Default: on; --no-pin turns it off.\n"):
+        assert words in plain

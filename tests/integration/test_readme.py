@@ -122,8 +122,9 @@ def test_the_python_of_the_client_prints_an_answer(cluster) -> None:
     assert done.stdout.strip()
 
 
-def test_the_python_without_a_server_prints_an_answer() -> None:
-    (program,) = [text for language, text in BLOCKS if language == "python" and "from tandem import" in text]
+@pytest.mark.parametrize("start", ["from tandem import", "import asyncio"])
+def test_the_python_without_a_server_prints_an_answer(start: str) -> None:
+    (program,) = [text for language, text in BLOCKS if language == "python" and text.startswith(start)]
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )

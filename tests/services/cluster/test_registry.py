@@ -25,6 +25,7 @@ from services.cluster.registry import (
     watch_workers,
 )
 from services.runtime.errors import LeaseLost
+from services.runtime.worker_state import UNLISTED
 
 NewRecord = Callable[..., WorkerRecord]
 KEY = "tandem:{test}:worker:prefill-0"
@@ -201,7 +202,9 @@ async def test_the_last_view_stays_while_redis_is_away(
     assert ids(watcher.seen[-1]) == ["prefill-0"]
 
 
-async def test_a_watcher_begins_without_redis(redis_server: EmbeddedRedis, new_record: NewRecord) -> None:
+async def test_a_watcher_and_a_lease_begin_without_redis_and_the_log_says_so(
+    redis_server: EmbeddedRedis, new_record: NewRecord, caplog: pytest.LogCaptureFixture
+) -> None:
     url = redis_server.url
     redis_server.kill()
     store = Store(url, cluster="test")
@@ -209,12 +212,17 @@ async def test_a_watcher_begins_without_redis(redis_server: EmbeddedRedis, new_r
     lease.start()
     async with contextlib.aclosing(watch_workers(store)) as memberships:
         assert await anext(memberships) == Membership((), is_stale=True)
+        async with asyncio.timeout(BACK_S):
+            while UNLISTED not in [record.message for record in caplog.records]:  # noqa: ASYNC110 - a thread's
+                await asyncio.sleep(0.01)
         redis_server.start()
         async with asyncio.timeout(BACK_S):
             while not here(await anext(memberships)):
                 pass
     lease.release()
     await store.close()
+    (said,) = [record for record in caplog.records if record.message == UNLISTED]
+    assert said.__dict__["error"]
 
 
 async def test_each_look_tells_when_leases_were_renewed(

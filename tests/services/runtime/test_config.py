@@ -158,3 +158,18 @@ def test_a_list_may_be_given_in_several_flags_and_an_argument_has_no_variable() 
     assert read == Listed(Path("f"), ("a", "b", "c"), loud=True)
     with pytest.raises(ConfigError, match="FILE"):
         load(Listed, [], prog="test", environ={"TANDEM_FILE": "f"})
+
+
+def test_help_says_how_what_is_on_is_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
+    class Switches:
+        """Settings."""
+
+        pin: bool = option(flag(), default=True, help="Pins.")
+        loud: bool = option(flag(), default=False, help="More.")
+
+    with pytest.raises(SystemExit):
+        load(Switches, ["--help"], prog="test")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Pins. Default: on; --no-pin turns it off. [TANDEM_PIN]" in shown
+    assert "More. Default: off. [TANDEM_LOUD]" in shown
