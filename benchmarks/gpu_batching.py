@@ -1,18 +1,19 @@
-"""One workload through our engine and through `transformers`' continuous batching, on one device, one after the other.
+"""One workload through our engine and through others, on one device, one after the other.
 
-`python -m benchmarks.gpu_batching [--json FILE]`. Requests come all at once, each with a prompt of its own and a greedy
-answer of a fixed length: tokens/s over all of it, the time to each first token, and the gaps between tokens. Models
-have the shapes of Qwen3-0.6B and Llama-3.1-8B and random weights in bfloat16; a checkpoint of each is written to a
-temporary folder (16 GB for the larger one). Each engine has a process of its own, which runs the workload once to warm
-up.
+`python -m benchmarks.gpu_batching [--json FILE]`. The others are `transformers`' continuous batching, and vLLM where
+`--peers` names it and it is installed. Requests come all at once, each with a prompt of its own and a greedy answer of
+a fixed length: tokens/s over all of it, the time to each first token, and the gaps between tokens. Models have the
+shapes of Qwen3-0.6B and Llama-3.1-8B and random weights in bfloat16; a checkpoint of each is written to a temporary
+folder (16 GB for the larger one). Each engine has a process of its own, which runs the workload once to warm up.
 
-Both are engines in one process, without servers. Ratios are ours to theirs: above 1 is better for tokens/s, below 1 for
+All are engines in one process, without servers. Ratios are ours to theirs: above 1 is better for tokens/s, below 1 for
 times. Without a CUDA device it says so and ends with 1; `--device cpu` is for trying it out.
 """
 
 import argparse
 import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ import torch
 from benchmarks.gpu import DTYPE, SHAPES, Shape
 from benchmarks.load import percentile
 
-ENGINES = ("ours", "transformers")
+ENGINES = ("ours", "transformers", "vllm")
 RESULT_TIMEOUT_S = 120.0
 
 
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=Workload.requests)
     parser.add_argument("--prompt-tokens", type=int, default=Workload.prompt_tokens)
     parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens)
+    parser.add_argument("--peers", default="transformers", help="engines beside ours: transformers, vllm, or both")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each engine, of which medians are taken")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -94,25 +96,31 @@ def main() -> int:
     found: dict[str, Any] = {"workload": asdict(workload), "models": {}}
     for shape in SHAPES:
         if shape.name in arguments.models.split(","):
-            found["models"][shape.name] = compare(shape, arguments.device, workload, arguments.rounds)
+            found["models"][shape.name] = compare(
+                shape, arguments.device, workload, arguments.rounds, arguments.peers.split(",")
+            )
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0
 
 
-def compare(shape: Shape, device: str, workload: Workload, rounds: int) -> dict[str, dict[str, float]]:
-    """Both engines' figures and the ratios, printed as they come."""
+def compare(
+    shape: Shape, device: str, workload: Workload, rounds: int, peers: list[str]
+) -> dict[str, dict[str, float]]:
+    """The engines' figures and the ratios of ours to each, printed as they come."""
     figures = {}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_checkpoint(shape, Path(folder), device)
-        for engine in ENGINES:
-            figures[engine] = figures_of_another_process(engine, Path(folder), device, workload, rounds)
-            print(f"{shape.name:14s} {engine:14s} {figures[engine]}", flush=True)
-    ours, theirs = (asdict(figures[engine]) for engine in ENGINES)
-    ratios = {name: ours[name] / theirs[name] for name in ours}
-    said = "  ".join(f"{name} {value:.2f}" for name, value in ratios.items())
-    print(f"{shape.name:14s} {'ours to theirs':14s} {said}", flush=True)
-    return {"ours": ours, "transformers": theirs, "ratios": ratios}
+        for engine in ("ours", *peers):
+            figures[engine] = asdict(figures_of_another_process(engine, Path(folder), device, workload, rounds))
+            print(f"{shape.name:14s} {engine:14s} {Figures(**figures[engine])}", flush=True)
+    found = dict(figures)
+    for peer in peers:
+        ratios = {name: value / figures[peer][name] for name, value in figures["ours"].items()}
+        said = "  ".join(f"{name} {value:.2f}" for name, value in ratios.items())
+        print(f"{shape.name:14s} {f'to {peer}':14s} {said}", flush=True)
+        found[f"to {peer}"] = ratios
+    return found
 
 
 def figures_of_another_process(engine: str, folder: Path, device: str, workload: Workload, rounds: int) -> Figures:
@@ -152,7 +160,8 @@ def write_checkpoint(shape: Shape, folder: Path, device: str) -> None:
 def serve(engine: str, folder: Path, device: str, workload: Workload, rounds: int) -> Figures:
     """Load an engine and run the workload; the first run only warms up."""
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    with (our_engine if engine == "ours" else transformers_engine)(folder, device, workload) as run:
+    engines = {"ours": our_engine, "transformers": transformers_engine, "vllm": vllm_engine}
+    with engines[engine](folder, device, workload) as run:
         measured = [measure(run, workload, workload.prompts(vocabulary, seed)) for seed in range(rounds + 1)][1:]
     return Figures(*(statistics.median(column) for column in zip(*map(_columns, measured), strict=True)))
 
@@ -227,6 +236,36 @@ def transformers_engine(folder: Path, device: str, workload: Workload) -> Iterat
         yield run
     finally:
         manager.stop(block=True)
+
+
+@contextmanager
+def vllm_engine(folder: Path, device: str, workload: Workload) -> Iterator[Run]:
+    """An engine of vLLM with its own choices, and with our chunks, in one process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # standard output has the figures
+    from vllm import LLM, SamplingParams  # it reads the variables when it is imported
+
+    llm = LLM(
+        str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=workload.requests,
+        max_num_batched_tokens=2048, max_model_len=workload.prompt_tokens + workload.new_tokens + 32,
+    )  # fmt: skip
+    engine, names = llm.llm_engine, itertools.count()
+
+    def run(prompts: list[list[int]], num_new: int) -> list[list[float]]:
+        sampling = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+        times_s: dict[str, list[float]] = {}
+        for prompt in prompts:
+            name = str(next(names))
+            times_s[name] = []
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                times_s[output.request_id] += [time.perf_counter()] * (
+                    len(output.outputs[0].token_ids) - len(times_s[output.request_id])
+                )
+        return [*times_s.values()]
+
+    yield run
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ from benchmarks.gpu_batching import Figures, Workload, figures_of_another_proces
 from benchmarks.load import Timing, ours, percentile
 from benchmarks.random_model import write_tokenizer
 
+START_TIMEOUT_S = 300
+"""VLLM compiles a model before it serves it."""
+
 
 def main() -> int:
     """Measure, print, and write the figures as JSON where asked. Without a CUDA device it says so and gives 1."""
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=Workload.prompt_tokens)
     parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, of which medians are taken")
+    parser.add_argument("--engine", choices=("native", "vllm"), default="native", help="what computes, in both")
     parser.add_argument("--up", default="", metavar="FLAGS", help="more flags of tandem up")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
@@ -46,10 +50,12 @@ def main() -> int:
         folder = Path(name) / "model"
         write_checkpoint(shape, folder, "cuda")
         write_tokenizer(folder, shape.vocabulary)
-        engine = figures_of_another_process("ours", folder, "cuda", workload, arguments.rounds)
+        alone = "ours" if arguments.engine == "native" else arguments.engine
+        engine = figures_of_another_process(alone, folder, "cuda", workload, arguments.rounds)
         print(f"{shape.name:14s} {'engine':14s} {engine}", flush=True)
         settings = {"TANDEM_DEVICE": "cuda", "TANDEM_LOCAL_PREFILL_TOKENS": "0"}
-        with running_cluster(*arguments.up.split(), model=folder, settings=settings) as cluster:
+        flags = (f"--engine={arguments.engine}", f"--start-timeout={START_TIMEOUT_S}", *arguments.up.split())
+        with running_cluster(*flags, model=folder, settings=settings) as cluster:
             rounds = [run(cluster, workload, shape.vocabulary, seed) for seed in range(arguments.rounds + 1)][1:]
     whole = Figures(
         *(statistics.median(column) for column in zip(*(asdict(one).values() for one in rounds), strict=True))

@@ -33,14 +33,20 @@ def expected(tiny_model: Path) -> Callable[..., list[int]]:
     return answer
 
 
-@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+CHANNELS = ["shm", pytest.param("tcp", marks=pytest.mark.slow), pytest.param("cuda_ipc", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=CHANNELS)
 def workers(request: pytest.FixtureRequest, start_worker: Make) -> Any:
     """A holder, the worker that asks it, and a decode worker."""
     flags = {"transport": request.param, "chunk_tokens": 64, "page_size": PAGE_SIZE}
+    channel = request.param.replace("_", "-")
+    if request.param == "cuda_ipc":
+        flags |= {"device": "cuda"}
     return (
-        start_worker("prefill", f"holder-{request.param}", **flags),
-        start_worker("prefill", f"asker-{request.param}", **flags),
-        start_worker("decode", f"decode-{request.param}", max_batch=8, max_admitted=32, kv_pages=1024, **flags),
+        start_worker("prefill", f"holder-{channel}", **flags),
+        start_worker("prefill", f"asker-{channel}", **flags),
+        start_worker("decode", f"decode-{channel}", max_batch=8, max_admitted=32, kv_pages=1024, **flags),
     )
 
 

@@ -27,13 +27,14 @@ LENGTHS = (1, 15, 16, 17, 40, 130)
 _SALTS = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["kernels", "torch"])
+@pytest.fixture(scope="module", params=["kernels", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
 def parts(request: Any, checkpoint: Callable[..., Path]) -> Iterator[EngineParts]:
     folder = checkpoint(VARIANT)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr("services.engine.model._find_kernels", lambda: None)
-        loaded = load_engine(folder, dtype="float32", device="cpu", page_size=16, num_pages=256)
+        device = "cuda" if request.param == "cuda" else "cpu"
+        loaded = load_engine(folder, dtype="float32", device=device, page_size=16, num_pages=256)
     yield loaded
     loaded.close()
 

@@ -1,6 +1,8 @@
 """vLLM by itself, as a program: greedy answers of a checkpoint to prompts, in the same number type.
 
-Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n}` on standard input and writes the answers' token ids.
+Reads `{"model": folder, "prompts": [[token id]], "num_tokens": n}` on standard input, and `dtype` if it is not float32,
+and writes the answers' token ids. On a GPU prompts are answered one after the other: there a step's bits depend on
+what else is in it.
 With `"adapter": folder`, those of the model as that LoRA adapter changes it come after them.
 """
 
@@ -19,6 +21,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # it reads the variables when it is imported
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
@@ -29,10 +32,10 @@ if __name__ == "__main__":
         prompts += prompts
     llm = LLM(
         asked["model"],
-        dtype="float32",
-        enforce_eager=True,
+        dtype=asked.get("dtype", "float32"),
+        enforce_eager=current_platform.is_cpu(),
         skip_tokenizer_init=True,
-        max_num_seqs=8,
+        max_num_seqs=8 if current_platform.is_cpu() else 1,
         enable_prefix_caching=False,
         **({} if adapter is None else {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     )

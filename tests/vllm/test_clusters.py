@@ -81,9 +81,13 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(mixture: Path) -> list[list[int]]:
     """What vLLM alone answers to the prompts."""
+    return answers_alone(mixture)
+
+
+def answers_alone(model: Path, **asked: str) -> list[list[int]]:
     alone = subprocess.run(
         [sys.executable, "-m", "tests.vllm.alone"],
-        input=json.dumps({"model": str(mixture), "prompts": prompts(), "num_tokens": NUM_TOKENS}),
+        input=json.dumps({"model": str(model), "prompts": prompts(), "num_tokens": NUM_TOKENS} | asked),
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True, timeout=300,
     )  # fmt: skip
     answers: list[list[int]] = json.loads(alone.stdout)
@@ -175,3 +179,29 @@ def test_answers_of_a_worker_that_loses_a_rank_are_computed_elsewhere(mixture: P
             assert time.monotonic() < killed_s + MISSED_WITHIN_S
             time.sleep(0.05)
         assert asked.result(300) == [expected] * 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_answers_are_those_of_vllm_alone(tmp_path: Path) -> None:
+    """Two workers on one GPU, each prompt handed over; in bfloat16 and one after the other, as on any GPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(12)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, intermediate_size=512, max_position_embeddings=4096, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    alone = answers_alone(tmp_path, dtype="bfloat16")
+    flags = ("--engine=vllm", "--kv-memory=1GiB", "--model-name=mixture", "--start-timeout=300")
+    settings = {"TANDEM_DEVICE": "cuda", "TANDEM_LOCAL_PREFILL_TOKENS": "0", "TANDEM_CHUNK_TOKENS": "2048"}
+    with running_cluster(*flags, model=tmp_path, settings=settings) as running:
+        answers = [ask(running, prompt, temperature=0)["token_ids"] for prompt in prompts()]
+        assert float(re.findall(r"^tandem_handoff_bytes_total\{.*\} (\S+)$", running.get_text("/metrics"), re.M)[0]) > 0
+        workers = running.get("/cluster")["workers"]
+    assert [found == wanted for found, wanted in zip(answers, alone, strict=True)] == [True] * len(alone)
+    assert all(worker["pages"]["free"] == worker["pages"]["total"] for worker in workers)

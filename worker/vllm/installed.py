@@ -37,7 +37,7 @@ def vllm_version(python: str) -> str | None:
     """
     try:
         asked = subprocess.run(  # noqa: S603 - an interpreter of this installation, with a program of our own
-            [python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+            [python, "-P", "-c", _ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{python} cannot be asked for its version of vLLM: {error}") from error
