@@ -166,6 +166,6 @@ def test_two_programs_are_one_cluster(tmp_path: Path) -> None:
 
 
 def _cluster(port: int) -> dict[str, list[object]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/cluster", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/cluster", timeout=60) as response:
         found: dict[str, list[object]] = json.load(response)
     return found

@@ -71,7 +71,7 @@ class Doctor:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         assert code == 0
@@ -96,7 +96,7 @@ def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys:
             findings = list(preflight.way_to(fast))
             assert [finding.level for finding in findings] == [Level.OK], (transport, findings)
         with grpc.insecure_channel(doctor.address) as channel, pytest.raises(grpc.RpcError, match="takes no pages"):
-            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=20))
+            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=60))
     line.close()
 
 

@@ -58,4 +58,4 @@ def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
     process.stdout.close()
     with process.stderr:
         assert b"Traceback" not in process.stderr.read()
-    process.wait(30)
+    process.wait(60)

@@ -43,7 +43,7 @@ async def supervising(folder: Path, *specs: ChildSpec) -> AsyncIterator[tuple[Su
         await supervisor.stop(list(supervisor.children), grace_s=1.0)
 
 
-async def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - processes come and go without an event
             await asyncio.sleep(0.01)
@@ -120,7 +120,7 @@ async def test_what_a_killed_child_had_started_goes_with_it(tmp_path: Path) -> N
 async def test_a_child_that_refuses_its_settings_is_given_up_with_its_sentence(tmp_path: Path) -> None:
     refusing = spec("a", "import sys; print('error: no such model', file=sys.stderr); sys.exit(2)")
     async with supervising(tmp_path, refusing, spec("b", SLEEP)) as (supervisor, _):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await supervisor.gave_up.wait()
         assert supervisor.failed is supervisor.children["a"]
         assert supervisor.failed.state.exit_code == 2
@@ -129,7 +129,7 @@ async def test_a_child_that_refuses_its_settings_is_given_up_with_its_sentence(t
 
 async def test_a_program_that_does_not_exist_is_given_up(tmp_path: Path) -> None:
     async with supervising(tmp_path, ChildSpec("a", ("/does/not/exist",), {})) as (supervisor, news):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await supervisor.gave_up.wait()
         assert any("could not be started" in text for text in news)
 

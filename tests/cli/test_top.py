@@ -210,7 +210,7 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         read_until(ours, has_long_frame)
         os.write(ours, key)
         read_until(ours, lambda seen: CLOSE_SCREEN.encode() in seen)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -119,11 +119,11 @@ class Cluster:
                 pids.append(int(entry.name))
         return pids
 
-    def end(self, timeout_s: float = 30.0) -> int:
+    def end(self, timeout_s: float = 60.0) -> int:
         return self.process.wait(timeout_s)
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline_s, "it did not happen in time"

@@ -56,7 +56,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
 
     async def until_called(self, number: int) -> Seen:
         """Waits for this call, counted from 1."""
-        async with self.called, asyncio.timeout(30):
+        async with self.called, asyncio.timeout(60):
             await self.called.wait_for(lambda: len(self.calls) >= number)
         return self.calls[number - 1]
 

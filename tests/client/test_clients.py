@@ -682,7 +682,7 @@ async def test_a_stream_that_is_dropped_ends_by_itself(gateway: FakeGateway, con
     await stream.__anext__()
     del stream
     gc.collect()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await gateway.calls[0].ended.wait()
     assert gateway.calls[0].was_cancelled
 

@@ -304,7 +304,7 @@ class FaultCluster:
         program = self.programs[name]
         start = program.log.stat().st_size
         self.kill(name, signal.SIGUSR1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for line in self.lines(name, start):
                     if line.startswith("faults: tasks "):

@@ -471,6 +471,8 @@ async def make_system(
             defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
             defaults["linger_s"] = 0.0  # nobody asks whether it is ready
             defaults["local_prefill_tokens"] = 0  # scripted workers have their parts
+            # On a busy machine, streams would have comments, and statuses that errors do not change.
+            defaults |= {"stream_head_s": HUNG_S, "stream_comment_s": HUNG_S}
             defaults["redis"] = redis_url
             if "models" not in settings:
                 defaults["model"] = model_folder

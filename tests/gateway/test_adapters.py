@@ -86,7 +86,7 @@ async def test_a_model_that_stands_in_answers_without_the_adapter(system, worker
     await system.add(worker_type("decode", "decode-large", refuses, model="large"))
     small = await system.add(worker_type("decode", "decode-small", answers_briefly, model="small"))
     body = {**ASKED, "model": "sql", "allow_fallback": True}
-    answer = await asyncio.wait_for(system.http.post("/v1/completions", json=body), 10)
+    answer = await asyncio.wait_for(system.http.post("/v1/completions", json=body), 60)
     assert (answer.json()["model"], answer.headers["x-tandem-model"]) == ("small", "small")
     assert answer.json()["choices"][0]["token_ids"] == SMALL_ANSWER
     assert small.attempts[0].spec.adapter == ""

@@ -839,8 +839,8 @@ async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_fold
         await gateway.start()
         worker = worker_type("decode", "decode-0", pair.decode)
         await worker.start(redis.url, "away")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=10) as http:
-            async with asyncio.timeout(10):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as http:
+            async with asyncio.timeout(60):
                 while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110 - across sockets
                     await asyncio.sleep(0.02)
             redis.kill()
@@ -1051,7 +1051,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
         await ask()
     assert num_asked() == num_attempts
     is_broken = False
-    await system.until(lambda: not total(system, "tandem_open_breakers"), timeout_s=20.0)
+    await system.until(lambda: not total(system, "tandem_open_breakers"))
     assert num_asked() == num_attempts, "the gateway tries it itself"
     await ask()
     await ask()
@@ -1118,7 +1118,7 @@ async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_sy
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")
     monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while session.is_up:
             time.sleep(0.4)  # noqa: ASYNC251
             await asyncio.sleep(0.3)
@@ -1150,7 +1150,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         sampling = inference_pb2.SamplingParams(max_tokens=100)
 
         async def call():
-            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=20)
+            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=60)
             return "".join([message.text async for message in stream])
 
         requests = [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
@@ -1161,7 +1161,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         assert (ready.status_code, ready.headers["connection"]) == (503, "close")
         requests += [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
         await system.until(lambda: len(decode.attempts) == 4)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await _is_listening(system.gateway.http_port):  # noqa: ASYNC110 - across sockets
                 await asyncio.sleep(0.05)
         with pytest.raises(httpx.ConnectError):
@@ -1231,7 +1231,7 @@ async def test_grpc_health_tells_life_from_readiness(make_system, worker_type, p
             return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
         async def until(expected):
-            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=20)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=60)
             async for message in watch:
                 if message.status == expected:
                     watch.cancel()

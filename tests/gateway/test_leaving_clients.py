@@ -120,7 +120,7 @@ APIS = ["http_stream", "http_whole", "grpc_stream", "grpc_whole"]
 
 async def until_idle(system):
     requests = system.gateway.requests
-    assert await requests.wait_until_idle(timeout_s=10)
+    assert await requests.wait_until_idle(timeout_s=60)
     assert (requests.num_running, requests.num_queued) == (0, 0)
 
 
@@ -248,7 +248,7 @@ async def test_a_long_body_whose_client_left_before_its_turn_is_not_read(make_sy
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await system.until(lambda: not connections(system))
-    await system.until(lambda: not bodies.num_bytes, timeout_s=1.0)
+    await system.until(lambda: not bodies.num_bytes)
     assert not read
 
 
@@ -268,7 +268,7 @@ async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, w
         is_entered.clear()
         is_lost.clear()
         asking = asyncio.create_task(Calls(system, headers).http_stream())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await is_entered.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -339,7 +339,7 @@ async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_sys
         headers = {"last-event-id": "mine/-,-,-,-"} if name == "with an id" else {}
         num_tokens = dict.fromkeys(range(4), 0)
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(60),
             system.http.stream(
                 "POST", "/v1/chat/completions", json=body, headers={**NAMES[name], **headers}
             ) as response,

@@ -528,7 +528,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(two_mod
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await system.until(lambda: system.gateway.requests.num_queued == 0)
-    assert await system.gateway.requests.wait_until_idle(timeout_s=5.0)
+    assert await system.gateway.requests.wait_until_idle(timeout_s=60)
     assert large.attempts
 
 
@@ -837,7 +837,7 @@ async def test_what_another_model_answers_is_paid_once_and_as_that_model_counts(
     assert answer.headers["x-ratelimit-remaining-requests"] == "1"
     limits = system.gateway.door.key_file.keys.limits_of("acme")
     used = answer.json()["usage"]["total_tokens"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             left = await system.gateway.limiter.take("acme", limits)
             if left.tokens.remaining >= 1000 - used:

@@ -18,7 +18,7 @@ async def start(*arguments):
 
 async def run(*arguments):
     process = await start(*arguments)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         out, error = await process.communicate()
     return process.returncode, out.decode(), error.decode()
 
@@ -54,7 +54,7 @@ async def test_help_names_flags_and_variables():
 async def test_serves_until_a_signal_and_never_loads_torch(model_folder, redis_url, cluster_name, number):
     arguments = ["--model", str(model_folder), "--redis", redis_url, "--cluster", cluster_name]
     process = await start(*arguments, "--http-port", "0", "--grpc-port", "0", "--drain-s", "1")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         listening = json.loads(await process.stderr.readline())
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening['http_port']}") as http:
         assert (await http.get("/health")).status_code == 200
@@ -62,7 +62,7 @@ async def test_serves_until_a_signal_and_never_loads_torch(model_folder, redis_u
     with open(f"/proc/{process.pid}/maps") as maps:  # noqa: ASYNC230 - no disk is behind it
         assert not re.search(r"libtorch|_C\.cpython.*torch", maps.read())
     process.send_signal(number)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         await process.communicate()
     assert process.returncode == 0
 

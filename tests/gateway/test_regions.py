@@ -93,7 +93,7 @@ async def test_a_tenant_is_served_in_its_region_only_and_refused_when_that_is_lo
         assert (await ask(system, "free", prompt=[8])).status_code == 200
     assert ours(us, [8]) > 0, "routing takes turns"
     await system.workers["decode-eu"].stop()
-    await system.until(lambda: system.gateway.topology.num_ready("decode") == 1, timeout_s=30)
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
     for tenant, residency in (("held", None), ("both", "eu"), ("free", "eu")):
         refused = await ask(system, tenant, residency=residency)
         assert refused.status_code == 503
@@ -117,7 +117,7 @@ async def test_an_answer_that_is_held_is_not_continued_elsewhere(make, worker_ty
         asyncio.create_task(system.http.post("/v1/completions", json=asked, headers=shows(tenant)))
         for tenant in ("held", "free")
     ]
-    await system.until(lambda: ours(eu, [5, 6, 7]) == 2, timeout_s=30)
+    await system.until(lambda: ours(eu, [5, 6, 7]) == 2)
     await system.workers["decode-eu"].stop()
     held, free = await asyncio.gather(*tasks)
     assert (
@@ -215,7 +215,7 @@ async def test_a_tenant_elsewhere_is_refused_over_grpc_before_its_message_is_rea
 async def test_a_named_answer_is_not_taken_over_by_a_gateway_elsewhere(make, worker_type):
     system, other = await make(), await make("us")
     eu, us = await two_regions(system, worker_type)
-    await other.until(lambda: other.gateway.topology.num_ready("decode") == 2, timeout_s=30)
+    await other.until(lambda: other.gateway.topology.num_ready("decode") == 2)
     headers = shows("free", residency="eu") | {"x-request-id": "r-1", "idempotency-key": "k-1"}
     asked = {"prompt": [5, 6, 7], "max_tokens": 3}
     assert (await system.http.post("/v1/completions", json=asked, headers=headers)).status_code == 200
@@ -231,13 +231,13 @@ async def test_home_comes_first_while_it_keeps_the_target(make, worker_type):
     eu, us = await two_regions(system, worker_type)
     eu.worker.load.running = 20  # by prices alone, us would be cheaper
     eu.worker.sessions.load_changed()
-    await system.until(lambda: system.gateway.topology.member("decode-eu").load.running == 20, timeout_s=30)
+    await system.until(lambda: system.gateway.topology.member("decode-eu").load.running == 20)
     for _ in range(4):
         assert (await ask(system, "free")).status_code == 200
     assert (ours(eu, [5, 6, 7]), ours(us, [5, 6, 7])) == (4, 0)
     eu.worker.load.waiting_tokens = 10_000_000
     eu.worker.sessions.load_changed()
-    await system.until(lambda: system.gateway.topology.member("decode-eu").load.waiting_tokens > 0, timeout_s=30)
+    await system.until(lambda: system.gateway.topology.member("decode-eu").load.waiting_tokens > 0)
     assert (await ask(system, "free")).status_code == 200
     assert ours(us, [5, 6, 7]) == 1
 
@@ -264,7 +264,7 @@ async def test_a_batch_that_is_held_is_worked_on_by_a_gateway_of_its_region_only
     elsewhere = other.gateway.batches
     assert await elsewhere._claim(busy_tenants=[], full_tenants=[]) is None
     here = await make(ttft_target_s=0.0, routing="round_robin")
-    await here.until(lambda: here.gateway.topology.num_ready("decode") == 2, timeout_s=30)
+    await here.until(lambda: here.gateway.topology.num_ready("decode") == 2)
     status = ""
     async with asyncio.timeout(60):
         while status != "completed":
@@ -286,8 +286,8 @@ async def test_a_response_in_the_background_is_generated_by_a_gateway_of_its_reg
         assert made.status_code == 200, made.text
     assert await other.gateway.stored.background._claim(busy_tenants=[], full_tenants=[]) is None
     here = await make(**settings)
-    await here.until(lambda: here.gateway.topology.num_ready("decode") == 2, timeout_s=30)
-    await here.until(lambda: len(long_prompts(eu)) == 3, timeout_s=60)
+    await here.until(lambda: here.gateway.topology.num_ready("decode") == 2)
+    await here.until(lambda: len(long_prompts(eu)) == 3)
     assert long_prompts(us) == []
 
 
@@ -311,7 +311,7 @@ async def test_texts_are_embedded_in_the_region_only(make, worker_type):
     assert (len(at_eu), len(at_us)) == (3, 0), "home is nearer"
     assert len({attempt.spec.cache_salt for attempt in at_eu}) == 3
     await system.workers["prefill-eu"].stop()
-    await system.until(lambda: system.gateway.topology.num_ready("prefill") == 1, timeout_s=30)
+    await system.until(lambda: system.gateway.topology.num_ready("prefill") == 1)
     assert (await ask_vector("free")).status_code == 200
     refused = await ask_vector("held")
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, f"no prefill worker is ready{HELD}")
@@ -331,7 +331,7 @@ async def test_where_a_request_is_and_which_regions_workers_have_is_told(make_sy
         system.http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 3}, headers=headers)
     )
     found = {}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while found.get("decode_worker") != "decode-eu":
             answer = await system.http.get("/cluster/requests/r-2")
             found = answer.json() if answer.status_code == 200 else {}

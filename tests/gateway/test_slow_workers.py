@@ -72,7 +72,7 @@ async def under_way(system, worker_type, monkeypatch):
 async def silent_for(session, seconds):
     """Waits until the session has had no word from the worker for `seconds`, or is broken."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while session.is_up and session.has_spoken_since(loop.time() - seconds):  # noqa: ASYNC110 - nothing tells of silence
             await asyncio.sleep(0.02)
 

@@ -132,7 +132,7 @@ class WorkerProcess:
 
     async def until_free(self) -> None:
         """Waits until the record says that every page is free and nothing runs."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             record = await self.find()
             assert record is not None, self.log.read_text()
@@ -182,7 +182,7 @@ def start_worker(
     for worker in started:
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGKILL)
-        worker.process.wait(10)
+        worker.process.wait(60)
         if worker.process.stdin is not None:
             worker.process.stdin.close()
 

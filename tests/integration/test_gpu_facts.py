@@ -33,7 +33,7 @@ async def test_gateways_hear_what_the_gpu_of_a_worker_says(start_worker: Start, 
     await worker.until_state("ready")
     await gateway.connect(**{role: (worker.address, worker.incarnation)})
     session = getattr(gateway, role)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not session.gpus:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.05)
     assert (session.gpus[0].temperature_c, session.gpus[0].total_bytes) == (41.0, 85_520_809_984)

@@ -108,7 +108,7 @@ class Programs:
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ class SecureCluster:
 
     def stop(self) -> int:
         self.process.terminate()
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

@@ -39,7 +39,7 @@ def prompt(length: int) -> list[int]:
 
 async def until_free(gateway: Any) -> None:
     """Waits until each worker says that it holds nothing."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for session in (gateway.prefill, *gateway.decodes):
             while True:
                 load = session.load
@@ -191,7 +191,7 @@ async def test_a_drain_that_takes_too_long_ends_with_clear_errors_and_a_clean_ex
     await paused.until("decode_started")
     await gateway.pause(paused)
     decode.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while gateway.decode.load.state != cluster_pb2.WORKER_STATE_DRAINING:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     late = await gateway.begin("late", prompt(5))

@@ -106,7 +106,7 @@ async def generate_moving(gateway: Any, request_id: str, source: random.Random, 
     while True:
         # A busy machine may be done with the answer before this process has its turn again.
         num_tokens = source.choice((0, 1, 2, 7, 30)) if answered.num_moves >= 3 else 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(attempt.tokens) < num_tokens and not {"finished", "failed"} & set(attempt.events):
                 attempt.changed.clear()
                 await attempt.changed.wait()

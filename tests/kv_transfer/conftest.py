@@ -185,7 +185,7 @@ class Pair:
 PairMaker = Callable[..., Awaitable[Pair]]
 
 
-async def eventually(condition: Callable[[], bool], *, within_s: float = 8.0) -> None:
+async def eventually(condition: Callable[[], bool], *, within_s: float = 18.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - what is waited for is other code's state
             await asyncio.sleep(0.005)

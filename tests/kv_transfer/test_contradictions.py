@@ -25,11 +25,11 @@ async def test_an_answer_that_is_lost_holds_no_page(
         patch.setattr(machine, event, contradict)
         transfer.send(0, [1, 2])
         await eventually(lambda: transfer.error is not None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         await transfer.abort(RequestCancelled("it is over"))
     assert transfer.released.is_set()
     await pair.wait_all_free()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         await pair.links.close()
 
 
@@ -40,7 +40,7 @@ async def test_one_transfers_trouble_does_not_keep_the_others_from_ending(make_p
     del link._handles[one.id]
     link._loop.call_soon(link._tell, lambda: link._handles[one.id])
     await eventually(lambda: isinstance(other.error, TandemError))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         await other.released.wait()
         await pair.links.close()
     await pair.wait_all_free()

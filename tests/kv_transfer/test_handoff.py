@@ -273,8 +273,8 @@ async def test_pages_out_of_order_are_the_callers_mistake(make_pair: PairMaker) 
 async def test_who_asks_does_not_wait_for_the_answer(make_pair: PairMaker) -> None:
     pair = await make_pair("shm")
     pair.target.gate("reserve")
-    transfer = await asyncio.wait_for(pair.ask(64), 5)
-    await asyncio.wait_for(pair.target.arrived["reserve"].wait(), 5)
+    transfer = await asyncio.wait_for(pair.ask(64), 15)
+    await asyncio.wait_for(pair.target.arrived["reserve"].wait(), 15)
     with pytest.raises(TransferFailed, match="reserving"):
         transfer.send(0, [1])
     pair.target.gates["reserve"].set()
@@ -290,7 +290,7 @@ async def test_a_refusal_comes_to_who_waits_for_the_answer(make_pair: PairMaker)
     transfer = await pair.ask(64)
     with pytest.raises(NoFreePages):
         await transfer.granted()
-    await asyncio.wait_for(transfer.abort(CANCELLED), 5)
+    await asyncio.wait_for(transfer.abort(CANCELLED), 15)
     await pair.wait_all_free()
 
 
@@ -323,7 +323,7 @@ async def test_a_question_is_asked_when_it_has_left(make_pair: PairMaker, end: s
         await eventually(lambda: not link._handles)
         return
     link.fail(WorkerUnavailable("the Link broke"))
-    transfer = await asyncio.wait_for(asking, 5)
+    transfer = await asyncio.wait_for(asking, 15)
     with pytest.raises(WorkerUnavailable):
         await transfer.granted()
     await pair.assert_works()
@@ -421,7 +421,7 @@ async def test_the_sender_may_abort_at_any_time(make_pair: PairMaker, transport:
     transfer_id, task = await _advance(pair, phase)
     link = await next(iter(pair.links._links.values()))
     handle = link._handles[transfer_id]
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(15):
         for _ in range(3):
             await handle.abort(CANCELLED)
     assert handle.released.is_set()
@@ -896,7 +896,7 @@ async def test_an_odd_failure_while_posting_still_releases_the_senders_pages(
     monkeypatch.setattr(send_link._opened.channel, "post", fail)
     for page in range(4):
         transfer.send(page, [page])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         await transfer.released.wait()
     with pytest.raises(TransferFailed):
         await transfer.seal(num_tokens=64, first_token_id=7, sampling_position=65)

@@ -142,7 +142,7 @@ async def _converse(pair: Pair, messages: list[link_pb2.LinkMessage]) -> list[li
     channel = make_channel(pair.address)
     answers = []
     call = link_pb2_grpc.LinkStub(channel).Connect(requests())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for answer in call:
                 answers.append(answer)

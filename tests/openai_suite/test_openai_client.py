@@ -386,7 +386,7 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(
     await anext(aiter(stream))
     await stream.close()
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {keys['operator']}"}) as operator:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not _is_idle((await operator.get(f"{cluster.http}/cluster")).json()):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
 

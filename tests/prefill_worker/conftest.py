@@ -141,7 +141,7 @@ class Gateway:
             of_kind = [e for e in self._events_of(request_id, attempt) if e.WhichOneof("event") == kind]
             return of_kind[0] if of_kind else None
 
-        async with asyncio.timeout(10), self._arrived:
+        async with asyncio.timeout(60), self._arrived:
             await self._arrived.wait_for(found)
             return getattr(found(), kind)
 
@@ -174,7 +174,7 @@ class Bench:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds that no event announces."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.002)
 

@@ -424,7 +424,7 @@ async def test_draining_finishes_what_it_has_and_refuses_the_rest(make_bench: Ma
     gateway.prefill("r", [1, 2])
     await gateway.event("r", "tokens")
     gateway.send(worker_pb2.PrefillCommand(drain=worker_pb2.DrainWorker()))
-    await asyncio.wait_for(bench.worker.drain_requested.wait(), 5)
+    await asyncio.wait_for(bench.worker.drain_requested.wait(), 60)
     bench.worker.begin_drain()
     gateway.prefill("late", [1])
     assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
@@ -432,7 +432,7 @@ async def test_draining_finishes_what_it_has_and_refuses_the_rest(make_bench: Ma
     await asyncio.sleep(0.02)
     assert not idle.done()
     next(iter(bench.links.transfers.values())).may_commit.set()
-    await asyncio.wait_for(idle, 5)
+    await asyncio.wait_for(idle, 60)
     await gateway.event("r", "handed_off")
     await bench.until_free(num_cached=1)
 
@@ -445,7 +445,7 @@ async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench
     failed = await gateway.event("r", "failed")
     assert (failed.code, failed.message) == (worker_pb2.ERROR_CODE_INTERNAL, "internal error")
     with pytest.raises(RuntimeError, match="device"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
     gateway.prefill("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
 
@@ -457,7 +457,7 @@ async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) ->
     await gateway.event("r", "handed_off")
     bench.allocator._num_in_state[0] -= 1
     with pytest.raises(InvariantViolated, match="page allocator"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
 
 
 async def test_logprobs_travel_only_when_asked_for(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,11 +551,11 @@ async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_be
         bench.worker.check_engine(0.5)
     bench.worker.check_engine(0.5)
     with pytest.raises(InvariantViolated, match="did not end"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
     gateway.prefill("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
-    await asyncio.wait_for(bench.worker.close(), 10)
+    await asyncio.wait_for(bench.worker.close(), 60)
 
 
 async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> None:
@@ -568,7 +568,7 @@ async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> N
     closing = asyncio.create_task(bench.worker.close())
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     bench.runner.gate.set()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 60)
     assert not len(bench.worker._attempts)
     assert gateway.kinds("r").count("failed") == 1
 

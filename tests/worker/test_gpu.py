@@ -12,7 +12,7 @@ from worker import gpu as gpu_watch
 from worker.gpu import SILENT_S, GpuWatch, gpu_message, watch_gpu
 from worker.nvml import GpuReader, open_gpu
 
-LIMIT_S = 10
+LIMIT_S = 60
 
 
 class Readings:

@@ -46,7 +46,7 @@ async def until_status(client, batch, *statuses, timeout_s=30):
 
 
 async def until_completed(client, batch, num_rows):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await client.batches.retrieve(batch.id)).request_counts.completed < num_rows:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

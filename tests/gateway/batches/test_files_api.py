@@ -32,7 +32,7 @@ async def sent(client, content=b"{}\n", **fields):
 
 async def until(holds):
     """Waits for what the gateway does behind an answer's back."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await holds():  # noqa: ASYNC110 - it is told by nobody
             await asyncio.sleep(0.01)
 
@@ -177,7 +177,7 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=a\r\n"
     part = b'--a\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 100
     writer.write(head + b"content-length: 1000\r\n\r\n" + part)
-    assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     monkeypatch.setattr(gateway.batches.files_api, "MAX_UPLOAD_S", 60)
     _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)

@@ -136,7 +136,7 @@ async def test_rows_of_texts_end_with_their_batch(make_embedding, embeds, end):
         rows = [texts_row(number, [[5 + number], [5 + number, 6]]) for number in range(10)]
         batch = await created(client, rows, endpoint="/v1/embeddings")
         await until_completed(client, batch, 2)
-        await system.until(lambda: len(worker.attempts) == 8, timeout_s=30)
+        await system.until(lambda: len(worker.attempts) == 8)
         if end == "cancelled":
             await client.batches.cancel(batch.id)
         else:
@@ -145,7 +145,7 @@ async def test_rows_of_texts_end_with_their_batch(make_embedding, embeds, end):
         batch = await until_status(client, batch, *OVER)
         assert (batch.status, counts(batch)) == (end, (10, 2, 8 if end == "expired" else 0))
         assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1"}
-    await system.until(lambda: len(worker.cancelled) == 4, timeout_s=30)
+    await system.until(lambda: len(worker.cancelled) == 4)
     assert system.gateway.embedder._ahead == {}
     assert not any(member.session.num_open_attempts for member in system.gateway.topology.members())
 
@@ -159,9 +159,9 @@ async def test_rows_of_texts_wait_for_workers_and_survive_one_that_dies(make, wo
     async with client_of(system) as client:
         rows = [texts_row(number, [5 + number]) for number in range(6)]
         batch = await created(client, rows, endpoint="/v1/embeddings")
-        await system.until(lambda: asked(system).get("later", 0) >= 4, timeout_s=30)
+        await system.until(lambda: asked(system).get("later", 0) >= 4)
         await system.add(worker_type("prefill", "prefill-0", die, on_embed=die))
-        await system.until(lambda: system.workers["prefill-0"].attempts, timeout_s=30)
+        await system.until(lambda: system.workers["prefill-0"].attempts)
         await system.add(worker_type("prefill", "prefill-1", embeds.give_vector, on_embed=embeds.give_vector))
         batch = await until_status(client, batch, *OVER, timeout_s=60)
         assert (batch.status, counts(batch)) == ("completed", (6, 6, 0))

@@ -15,7 +15,7 @@ from tests.attack.http2 import Connection, grpc_headers, message_prefix
 
 KEY = "tandem-a-tenants-key-0123456789"
 SHOWN = (("authorization", f"Bearer {KEY}"),)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

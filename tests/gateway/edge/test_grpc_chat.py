@@ -12,7 +12,7 @@ from tests.gateway.test_chat_tools import ARGUMENTS, ASKED, TOOLS, folder_of, se
 
 __all__ = ["folder_of", "serve"]  # fixtures
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 MODES = inference_pb2.ToolChoice
 TOLD = [
     inference_pb2.Tool(

@@ -47,14 +47,14 @@ class Caller:
 
     async def answer(self):
         """Status, head and body of the next answer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             body = await self.reader.readexactly(int(length[1]))
         return int(head.split()[1]), head, body
 
     async def rest(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
 

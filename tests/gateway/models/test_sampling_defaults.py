@@ -82,7 +82,7 @@ async def test_requests_by_grpc_get_them(start):
             (inference_pb2.SamplingParams(top_k=-1, top_p=1.0), (0.6, 1.0, 1.0, 0)),
         ):
             request = inference_pb2.GenerateRequest(text="a", sampling=sampling)
-            await stub.GenerateUnary(request, timeout=10)
+            await stub.GenerateUnary(request, timeout=60)
             assert seen(system) == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.models.turns import Turns
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def steps(name, order, num_steps, *, may_begin=None):

@@ -292,7 +292,7 @@ async def world(redis_url, model_tokenizer, answer_ids):
 
 
 async def until(holds):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
             await asyncio.sleep(0.002)
 
@@ -520,7 +520,7 @@ async def test_what_redis_did_not_take_at_once_is_written_before_any_token(world
     world.requests[0].held_at = 0
     world.stores[0]._breaker.trip(SYSTEM_CLOCK.monotonic())
     reading = asyncio.ensure_future(Client(lambda last: keyed(last=last)).read(world.journals[0]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await world.stores[1]._client.keys(world.stores[1].keys.journal_prefix + "*"):  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.01)
     world.requests[0].released.set()

@@ -258,7 +258,7 @@ async def test_a_worker_that_is_left_alone_shows_it(make_system, worker_type, pa
     await system.add(busy)
     assert await circuit() == "closed"
     assert (await figures_of(system))[name, {"worker": "decode-1", "state": "closed"}] == 1
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await circuit() == "closed":
             assert (await system.complete(max_tokens=100)).status_code == 200
         assert await circuit() in ("open", "half_open")
@@ -479,7 +479,7 @@ def worker_page():
         environ={},
     )
     metrics.serve(settings, lambda: OwnLoad(8, 5, 0, 1, 2))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         return response.read().decode()
 
 

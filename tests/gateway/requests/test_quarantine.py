@@ -11,7 +11,7 @@ from gateway.requests.quarantine import fingerprint_of
 from gateway.requests.stage import AttemptStage
 from gateway.types import Sampling
 from protos import worker_pb2
-from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import InternalError, Overloaded, TransferFailed, WorkerUnavailable
 from services.runtime.sampling import PARAMETERS
 from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from worker.sessions import SessionLimits
@@ -476,8 +476,15 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
         await asyncio.sleep(0.1)
         await attempt.worker.die()
 
+    async def computes_no_prompts(attempt):
+        # Until the next prefill worker has come, the poison would be computed where it is decoded.
+        if attempt.request.local_prefill:
+            attempt.refuse(Overloaded("full"))
+        else:
+            await pair.decode(attempt)
+
     scripts = Poisonable(pair)
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("decode", "decode-0", computes_no_prompts))
     await system.add(worker_type("prefill", "prefill-0", dies_of_all))
     asked = [asyncio.create_task(ask(system, prompt)) for prompt in ([1], POISON, [2], [3], [4], [5])]
     await system.until(lambda: len(seen.get("prefill-0", ())) == 6)

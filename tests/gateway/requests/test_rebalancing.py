@@ -113,7 +113,7 @@ async def test_an_answer_that_has_moved_goes_the_short_way_again(make_full, work
 async def test_with_rebalancing_off_nothing_moves_and_the_hot_spot_is_told(make_full, worker_type, pair):
     system, full, _ = await make_full(rebalance=False)
     new = await system.add(decode_of(pair, worker_type, 1))
-    await system.until(lambda: system.gateway.requests.rebalancer.hot_spots(), timeout_s=30)
+    await system.until(lambda: system.gateway.requests.rebalancer.hot_spots())
     (spot,) = system.gateway.requests.rebalancer.hot_spots().items()
     assert (spot[0], spot[1].obstacle) == ("decode-0", "off")
     assert spot[1].step_s > 2 * spot[1].usual_s
@@ -145,7 +145,7 @@ async def test_a_taker_that_refuses_is_left_alone_for_a_while(make_full, worker_
 async def test_workers_that_may_not_continue_an_answer_are_not_asked(make_full, worker_type, pair, changes):
     system, _, _ = await make_full()
     other = await system.add(decode_of(pair, worker_type, 1, **changes))
-    await system.until(lambda: system.gateway.requests.rebalancer.hot_spots(), timeout_s=30)
+    await system.until(lambda: system.gateway.requests.rebalancer.hot_spots())
     assert system.gateway.requests.rebalancer.hot_spots()["decode-0"].obstacle == "held"
     assert other.attempts == []
 
@@ -291,7 +291,7 @@ async def test_the_gaps_of_thirty_answers_halve_within_five_seconds(make_system,
     await system.add(decode_of(law, worker_type, 0, speed=speed))
     answers = [Watched() for _ in range(30)]
     tasks = [asyncio.create_task(one.run(system, seed)) for seed, one in enumerate(answers)]
-    await system.until(lambda: min(len(one.token_ids) for one in answers) >= 2, timeout_s=30)
+    await system.until(lambda: min(len(one.token_ids) for one in answers) >= 2)
     before_s = time.monotonic()
     await asyncio.sleep(3.0)
     new = decode_of(law, worker_type, 1, speed=speed)

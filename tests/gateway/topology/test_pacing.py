@@ -190,7 +190,7 @@ async def test_without_time_those_of_an_answer_go_on_together_after_the_wait():
     scene.pace.hold_s = 0.0  # What has begun to wait is not overtaken by what comes now.
     scene.say(scene.step([0]), scene.step([0, 1]))
     assert not scene.routes[0].events
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not scene.routes[1].events:  # noqa: ASYNC110 - the session has a timer, and nobody to tell of it
             await asyncio.sleep(0.01)
     assert scene.routes[0].events == [Emitted(0, [0, 1, 2], None)]

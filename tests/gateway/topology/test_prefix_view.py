@@ -108,7 +108,7 @@ async def refreshed(view: PrefixView) -> None:
             pass
 
 
-async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
+async def until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - another thread or process makes it so
             await asyncio.sleep(0.01)
@@ -130,20 +130,20 @@ async def test_it_follows_workers_as_they_come_change_and_leave(store: Store, ne
         one, two = new_publisher("w0"), new_publisher("w1")
         one.note(keys[:10])
         two.note(keys)
-        await until(lambda: view.longest(keys) == {"w0": 10, "w1": 20}, timeout_s=5)
+        await until(lambda: view.longest(keys) == {"w0": 10, "w1": 20})
         one.note((), keys[4:6])
-        await until(lambda: view.longest(keys) == {"w0": 4, "w1": 20}, timeout_s=5)
+        await until(lambda: view.longest(keys) == {"w0": 4, "w1": 20})
         assert view.longest(keys[1:3]) == {"w0": 2, "w1": 2}
         one.note(keys[4:6])
-        await until(lambda: view.longest(keys)["w0"] == 10, timeout_s=5)
-        await until(lambda: not view.is_stale, timeout_s=5)
+        await until(lambda: view.longest(keys)["w0"] == 10)
+        await until(lambda: not view.is_stale)
         await asyncio.to_thread(two.release)
         await until(lambda: view.longest(keys) == {"w0": 10}, timeout_s=GRACE_S + 3)
         assert view.longest([]) == {}
         assert view.longest(page_keys(3, seed=1)) == {}
         assert view.worker_ids == {"w0"}
         # What the one that left alone held is forgotten, too.
-        await until(lambda: view.num_pages == 10, timeout_s=5)
+        await until(lambda: view.num_pages == 10)
 
 
 async def test_it_agrees_with_redis(store: Store, new_publisher: NewPublisher) -> None:
@@ -245,7 +245,7 @@ async def test_it_is_right_within_3_s(
         await flushed(publisher)
     right = {"w0": 10, "w1": 20, "w2": 30}
     async with following(store) as view:
-        await until(lambda: view.longest(keys) == right, timeout_s=5)
+        await until(lambda: view.longest(keys) == right)
         if fault == "flushall":
             client.flushall()
         elif fault == "restart":
@@ -287,7 +287,7 @@ async def test_a_worker_that_died_with_the_memory_of_redis_is_forgotten_within_3
         publisher.note(keys)
         await flushed(publisher)
     async with following(store) as view:
-        await until(lambda: view.longest(keys) == {"w0": 10, "w1": 10}, timeout_s=5)
+        await until(lambda: view.longest(keys) == {"w0": 10, "w1": 10})
         dead._delete = lambda: None  # type: ignore[method-assign] # as a process that was killed
         await asyncio.to_thread(dead.release)
         client.flushall()
@@ -318,7 +318,7 @@ async def test_a_new_life_of_a_worker_inherits_nothing(store: Store, new_publish
     await flushed(new)
     await refreshed(view)
     assert view.longest(keys) == {"w0": 3}
-    await until(lambda: old.is_lost, timeout_s=5)
+    await until(lambda: old.is_lost)
 
 
 class ScriptedIndex(PrefixIndex):

@@ -42,7 +42,7 @@ async def test_many_texts_are_spread_over_workers_a_few_at_a_time(embeds: Any, m
     system = await make_embedding(held, held)
     texts = [[5] * 100 for _ in range(100)]
     asked = asyncio.ensure_future(post(system, texts))
-    await system.until(lambda: len(attempts(system)) == 64, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 64)
     # Nothing has ended: 64 texts of a call are on their way at most, and each worker is given some steps of work.
     assert [len(worker.attempts) for worker in system.workers.values()] == [32, 32]
     may_end.set()
@@ -62,9 +62,9 @@ async def test_a_worker_gets_no_more_than_keeps_it_busy(embeds: Any, make_embedd
 
     system = await make_embedding(held)
     asked = [asyncio.ensure_future(post(system, [[5] * 409 for _ in range(30)]))]
-    await system.until(lambda: len(attempts(system)) == 10, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 10)
     asked.append(asyncio.ensure_future(post(system, [9], service_class="interactive")))
-    await system.until(lambda: len(system.gateway.embedder._queues["tiny"]) == 21, timeout_s=30)
+    await system.until(lambda: len(system.gateway.embedder._queues["tiny"]) == 21)
     may_end.set()
     assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
     # The more urgent text went before all that waited.
@@ -125,10 +125,10 @@ async def test_a_client_that_leaves_ends_its_texts(make_embedding: Make) -> None
 
     system = await make_embedding(never)
     asked = asyncio.ensure_future(post(system, [[5], [6]]))
-    await system.until(lambda: len(attempts(system)) == 2, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 2)
     asked.cancel()
     worker = system.workers["prefill-0"]
-    await system.until(lambda: len(worker.cancelled) == 2, timeout_s=30)
+    await system.until(lambda: len(worker.cancelled) == 2)
     assert system.gateway.embedder._ahead == {}
 
 
@@ -139,7 +139,7 @@ async def test_a_deadline_ends_them(make_embedding: Make) -> None:
     system = await make_embedding(never)
     answer = await post(system, [5], request_timeout_ms=300)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-    await system.until(lambda: len(system.workers["prefill-0"].cancelled) == 1, timeout_s=30)
+    await system.until(lambda: len(system.workers["prefill-0"].cancelled) == 1)
 
 
 async def test_without_a_worker_they_are_refused_at_once(make_embedding: Make) -> None:
@@ -159,7 +159,7 @@ def make_sharing(make_system: Make, embedding_model: Path, worker_type: Any, tmp
         )
         system = await make_system(models=file, model_files=tmp_path, **settings)
         await add_sharing(system, worker_type, "a", script)
-        await system.until(lambda: system.gateway.topology.num_ready("decode", "a") == 1, timeout_s=30)
+        await system.until(lambda: system.gateway.topology.num_ready("decode", "a") == 1)
         return system
 
     return make
@@ -185,7 +185,7 @@ async def test_texts_wake_a_model_that_sleeps_and_none_is_lost(
     told = tmp_path / "all-0.model"
     given = [[[5 + number, 6], [7 + number]] for number in range(20)]
     asked = [asyncio.ensure_future(post(system, texts, model="b")) for texts in given]
-    await system.until(lambda: told.exists() and told.read_text() == "b", timeout_s=30)
+    await system.until(lambda: told.exists() and told.read_text() == "b")
     assert not any(one.done() for one in asked)
     assert (await post(system, [5], model="a", request_timeout_ms=20_000)).status_code == 200, "it is awake meanwhile"
     await change_model(system, worker_type, "b", embeds.give_vector)
@@ -205,10 +205,10 @@ async def test_a_model_that_falls_asleep_with_texts_is_woken_for_the_rest(
     system = await make_sharing(first_only, model_turn_s=0.1)
     texts = [[5 + number] for number in range(8)]
     asked = asyncio.ensure_future(post(system, texts, model="a"))
-    await system.until(lambda: len(attempts(system)) == 8, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 8)
     (tmp_path / "all-0.model").write_text("b")
     await change_model(system, worker_type, "b", embeds.give_vector)
-    await system.until(lambda: (tmp_path / "all-0.model").read_text() == "a", timeout_s=30)
+    await system.until(lambda: (tmp_path / "all-0.model").read_text() == "a")
     assert not asked.done()
     await change_model(system, worker_type, "a", embeds.give_vector)
     assert [one["embedding"] for one in (await asked).json()["data"]] == list(map(embeds.vector_of, texts))
@@ -326,7 +326,7 @@ async def test_a_gateway_that_leaves_answers_what_still_runs(make_embedding: Mak
 
     system = await make_embedding(never)
     asked = asyncio.ensure_future(post(system, [[5], [6]]))
-    await system.until(lambda: len(attempts(system)) == 2, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 2)
     await system.gateway.stop()
     answer = await asked
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the gateway is leaving")

@@ -50,7 +50,7 @@ async def test_texts_that_were_beside_a_death_are_tried_one_by_one_and_served(
     system = await make_embedding(die_late)
     texts = [[number] for number in range(5, 9)]
     asked = asyncio.ensure_future(post(system, texts))
-    await system.until(lambda: len(attempts(system)) == 4, timeout_s=30)
+    await system.until(lambda: len(attempts(system)) == 4)
     await system.add(type(system.workers["prefill-0"])("prefill", "prefill-1", compute, on_embed=compute))
     answer = await asked
     assert [one["embedding"] for one in answer.json()["data"]] == [embeds.vector_of(text) for text in texts]

@@ -66,8 +66,8 @@ async def test_a_call_waits_until_its_model_is_awake_or_nothing_could_wake_it(cl
         await asyncio.sleep(0)
     assert not any(wait.done() for wait in waits)
     cluster.tell(**change)
-    await asyncio.wait_for(asyncio.gather(*waits), 30)
-    await asyncio.wait_for(cluster.wait(), 30)
+    await asyncio.wait_for(asyncio.gather(*waits), 60)
+    await asyncio.wait_for(cluster.wait(), 60)
     assert not cluster.notes
     assert not +cluster.waking._waiting
 
@@ -90,7 +90,7 @@ async def test_only_so_many_wait(cluster: Cluster) -> None:
     second = cluster.wait(max_waiting=1)
     await asyncio.sleep(0)
     cluster.tell(sleeps=False)
-    await asyncio.wait_for(second, 30)
+    await asyncio.wait_for(second, 60)
 
 
 async def test_a_gateway_that_leaves_ends_them(cluster: Cluster) -> None:
@@ -99,7 +99,7 @@ async def test_a_gateway_that_leaves_ends_them(cluster: Cluster) -> None:
     cluster.waking.end_all(Overloaded("leaving"))
     for each in (wait, cluster.wait()):
         with pytest.raises(Overloaded, match="leaving"):
-            await asyncio.wait_for(each, 30)
+            await asyncio.wait_for(each, 60)
 
 
 async def test_a_model_is_wanted_for_as_long_as_its_call_is_open(cluster: Cluster) -> None:

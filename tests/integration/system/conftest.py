@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.cluster import Cluster
 
-SETTLE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 60.0
 
 
 @pytest.fixture

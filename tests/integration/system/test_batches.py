@@ -27,7 +27,7 @@ def free_port():
 
 def num_attempts(port):
     """What the decode worker was asked to compute, by how it ended."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text = response.read().decode()
     found = re.findall(r'^tandem_attempts_total\{outcome="(\w+)",[^}]*\} ([0-9.]+)$', text, re.MULTILINE)
     return {outcome: round(float(value)) for outcome, value in found if float(value)}

@@ -61,7 +61,7 @@ class Work(ClaimedWork[Run]):
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_so():  # noqa: ASYNC110 -- what it waits for has no event
             await asyncio.sleep(0.001)
 

@@ -375,7 +375,7 @@ async def writer(journals):
 
 
 async def until(holds):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await holds():  # noqa: ASYNC110 - the condition is Redis' content
             await asyncio.sleep(0.005)
 

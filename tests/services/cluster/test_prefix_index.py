@@ -69,7 +69,7 @@ async def flushed(publisher: PrefixPublisher, *, timeout_s: float = PATIENT_S) -
     assert await asyncio.to_thread(publisher.flush, timeout_s=timeout_s)
 
 
-async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
+async def until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - another thread or process makes it so
             await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ async def test_a_worker_publishes_by_itself_within_its_interval(
     publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
     await flushed(publisher)
     publisher.note(page_keys(3))
-    await until(lambda: client.scard(KEYS) == 3, timeout_s=5)
+    await until(lambda: client.scard(KEYS) == 3)
 
 
 async def test_many_keys_do_not_wait_for_the_interval(client: "redis.Redis", new_publisher: NewPublisher) -> None:
@@ -122,7 +122,7 @@ async def test_many_keys_do_not_wait_for_the_interval(client: "redis.Redis", new
     for key in keys[:-1]:
         publisher.note((key,))
     publisher.note(keys[-1:])
-    await until(lambda: client.scard(KEYS) == FLUSH_KEYS, timeout_s=10)
+    await until(lambda: client.scard(KEYS) == FLUSH_KEYS)
 
 
 async def test_notes_collapse_and_come_in_few_changes(index: PrefixIndex, new_publisher: NewPublisher) -> None:
@@ -364,7 +364,7 @@ async def test_a_dead_worker_vanishes(
     assert 0 < client.pttl(KEYS) <= 1000
     publisher._delete = lambda: None  # type: ignore[method-assign] # as a process that was killed
     await asyncio.to_thread(publisher.release)
-    await until(lambda: not client.exists(HEAD, KEYS), timeout_s=3)
+    await until(lambda: not client.exists(HEAD, KEYS))
     assert await index.look({}) == ([], True)
     assert client.smembers(INDEX) == set()
     assert await index.longest(keys) == {}
@@ -416,7 +416,7 @@ async def test_two_workers_of_one_id_the_newer_one_wins(
     new = new_publisher(record, beat_s=0.1)
     new.note(new_keys)
     await flushed(new)
-    await until(lambda: old.is_lost, timeout_s=5)
+    await until(lambda: old.is_lost)
     old.note(old_keys)
     assert not await asyncio.to_thread(old.flush, timeout_s=0.5)
     await asyncio.to_thread(old.release)
@@ -425,7 +425,7 @@ async def test_two_workers_of_one_id_the_newer_one_wins(
     assert not new.is_lost
     late = new_publisher(new_record(started_unix_ns=now_ns - 2), beat_s=0.1)
     late.note(old_keys)
-    await until(lambda: late.is_lost, timeout_s=5)
+    await until(lambda: late.is_lost)
     assert await read_all(index) == set(new_keys)
 
 
@@ -442,7 +442,7 @@ async def test_an_older_one_that_filled_an_emptied_redis_gives_way(
     await flushed(older)
     await flushed(newer)
     assert await read_all(index) == set(page_keys(5))
-    await until(lambda: older.is_lost, timeout_s=5)
+    await until(lambda: older.is_lost)
 
 
 @pytest.mark.parametrize("garbage", ["string head", "list keys", "endless", "from the future", "bad order", "index"])
@@ -596,7 +596,7 @@ async def test_notes_wait_for_nothing_and_take_bounded_memory(
     try:
         assert await asyncio.to_thread(note) < 3
         # Whatever was noted meanwhile collapses once the time-out of the call under way is over.
-        await until(lambda: not publisher._notes and len(publisher._held) == len(keys), timeout_s=5)
+        await until(lambda: not publisher._notes and len(publisher._held) == len(keys))
         assert len(publisher._changed) <= 2 * len(keys)
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)

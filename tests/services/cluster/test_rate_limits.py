@@ -136,7 +136,7 @@ async def gateways(redis_server):
         yield make
 
 
-async def until(holds, timeout_s=20.0):
+async def until(holds, timeout_s=60.0):
     """Waits for what other tasks or processes bring about."""
     async with asyncio.timeout(timeout_s):
         while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110

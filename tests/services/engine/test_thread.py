@@ -8,7 +8,7 @@ import pytest
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerUnavailable
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Harness:

@@ -61,7 +61,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    async def wait_for(self, count: int, *, timeout_s: float = 10.0) -> list[ReceivedSpan]:
+    async def wait_for(self, count: int, *, timeout_s: float = 60.0) -> list[ReceivedSpan]:
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.spans) >= count)
         return self.spans

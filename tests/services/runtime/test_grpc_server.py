@@ -11,7 +11,7 @@ from services.runtime import rpc
 from tests.attack.http2 import Connection, grpc_headers
 
 SERVICE = "tandem.v1.Inference"
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):

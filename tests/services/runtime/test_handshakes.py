@@ -23,7 +23,7 @@ async def never_called(scope: Any, receive: Any, send: Any) -> None:
 
 def shake_hands(port: int, context: ssl.SSLContext) -> None:
     """Connects as most programs do; asyncio's clients leave without saying why."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
         context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
@@ -34,7 +34,7 @@ async def test_a_client_without_tls_and_one_without_the_ca_are_told_apart(
     server = HttpServer(never_called, identity=Identity(authority.issue("web")))
     port = await server.start("127.0.0.1", 0)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             with contextlib.suppress(ConnectionError):

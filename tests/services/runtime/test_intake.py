@@ -22,7 +22,7 @@ SERVICE = "tandem.v1.Inference"
 TOKENIZE, GENERATE = f"/{SERVICE}/Tokenize", f"/{SERVICE}/Generate"
 MAX_MESSAGE_BYTES = 2 * 2**20
 NUM_PLACES = 8
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):

@@ -91,13 +91,13 @@ async def test_near_the_memory_limit_the_file_says_so_and_no_longer_when_it_is_o
     monkeypatch.setattr(last_words, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(last_words, "_write", lambda text: written.append((len(shares), text[:27])))
     monkeypatch.setattr(last_words, "memory_limit", lambda: MemoryLimit(100, shares.pop(0)) if shares else None)
-    await asyncio.wait_for(last_words.watch_memory(), 10)
+    await asyncio.wait_for(last_words.watch_memory(), 60)
     assert written == [(5, "96% of the memory limit of "), (1, "")]
 
 
 async def test_without_a_limit_nobody_watches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_words, "memory_limit", lambda: None)
-    await asyncio.wait_for(last_words.watch_memory(), 10)
+    await asyncio.wait_for(last_words.watch_memory(), 60)
 
 
 SERVICE = """

@@ -46,7 +46,7 @@ def root() -> TraceContext:
 
 async def until(condition: Callable[[], object]) -> None:
     """Waits for what another thread does."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - no thread of the SDK tells anybody
             await asyncio.sleep(0.01)
 

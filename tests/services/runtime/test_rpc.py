@@ -95,7 +95,7 @@ async def test_the_deadline_is_the_callers_or_the_servers_maximum(stub: Any, ser
 
     servicer.unary = handler
     await stub.Tokenize(inference_pb2.TokenizeRequest())
-    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
     await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=500)
     assert 29 < seen[0] <= 30
     assert 3 < seen[1] <= 5.1
@@ -104,7 +104,7 @@ async def test_the_deadline_is_the_callers_or_the_servers_maximum(stub: Any, ser
 
 async def test_texts_of_grpc_itself_are_not_passed_on() -> None:
     async with rpc.make_channel("127.0.0.1:1") as channel:
-        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
         error = rpc.error_from_rpc(await failure_of(call))
     assert type(error) is errors.WorkerUnavailable
     assert "127.0.0.1" not in error.message
@@ -128,7 +128,7 @@ async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Service
         began_s = time.monotonic()
         failure = await failure_of(call.read())
         client_s = time.monotonic() - began_s
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await servicer.ended.wait()
         server_s = time.monotonic() - began_s
     assert type(rpc.error_from_rpc(failure)) is errors.WorkerUnavailable
@@ -156,7 +156,7 @@ async def test_a_process_that_gets_no_time_keeps_its_connections(
         await asyncio.sleep(4.0)  # the time for which nothing passes is what is tested
         passes.set()
         may_go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await call.read()).text == "late"
 
 
