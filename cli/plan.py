@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cli.commands import CommandParser
+from cli.regions import RegionSettings
 from planning.planner import page
 from planning.planner.question import (
     CATALOGUE,
@@ -31,7 +32,7 @@ INFEASIBLE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(RegionSettings):
     """Finds the cheapest workers that keep targets. Exit code 1: no workers can, and it says why."""
 
     model: str = option(choice(*NUM_PARAMETERS), default="llama-3.1-70b", help="Model, by the names of step times.")
@@ -95,6 +96,7 @@ def question(settings: PlanSettings) -> Question:
         kinds,
         settings.max_gpus,
         settings.redundancy,
+        settings.geography,
     )
 
 

@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from cli.commands import CommandParser
+from cli.regions import RegionSettings
 from planning.simulator import html_report, report
 from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
+from planning.simulator.faults import LOST_REGION, Fault, with_faults
 from planning.simulator.jobs import CHUNKINGS, TANDEM, WorkerSpec
 from planning.simulator.measured import read_measured
 from planning.simulator.profiles import DEFAULT_LINK, PROFILES_FOLDER, Profile, linear_profile, profile
@@ -34,6 +37,7 @@ from services.runtime.kinds import (
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.overload import Targets
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed
+from services.scheduling.regions import REGION
 from services.scheduling.routing.policies import POLICY_NAMES
 from services.scheduling.routing.price import RoutingSettings
 
@@ -53,8 +57,26 @@ def _tokens_or_auto() -> Kind[int | None]:
     return Kind(parse, "auto or a whole number of at least 0")
 
 
+class Loss(NamedTuple):
+    """A region whose workers are lost `at_s` seconds after the first request, for `duration_s`; 0: for good."""
+
+    region: str
+    at_s: float
+    duration_s: float
+
+
+def _loss() -> Kind[Loss]:
+    def parse(value: str) -> Loss:
+        match = re.fullmatch(rf"({REGION})@([0-9.]+)(?:\+([0-9.]+))?", value, re.ASCII)
+        if match is None:
+            raise ValueError(value)
+        return Loss(match[1], float(match[2]), float(match[3] or 0.0))
+
+    return Kind(parse, "REGION@SECONDS or REGION@SECONDS+SECONDS", metavar="REGION@SECONDS[+SECONDS]")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
+class ReplaySettings(RegionSettings):
     """Replays TRACE through a simulated cluster. Exit code 2 for a bad trace or flag."""
 
     trace: Path = option(argument(path()), help="File of the recorded workload.")
@@ -106,6 +128,12 @@ class ReplaySettings:
     overload: bool = option(flag(), default=False, help="Refuses requests that would miss the targets.")
     slo_ttft: float = option(number(0), default=2.0, help="Target: seconds to the first token.")
     slo_tpot: float = option(number(0), default=0.1, help="Target: seconds per later token.")
+    lose_region: tuple[Loss, ...] | None = option(
+        comma_separated(_loss()),
+        default=None,
+        help="Regions whose workers all fall silent some seconds after the first request, and for how long, such as "
+        "us@60+30; us@60: for good.",
+    )
     limit: int | None = option(
         integer(1), default=None, help="Number of requests to replay, from the first on; all if not given."
     )
@@ -132,6 +160,8 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     """Reads, simulates, prints and writes. Returns the exit code."""
     trace = read_trace(settings.trace, rate_per_s=settings.rate, seed=settings.seed)
     trace = compressed(trace, speed=settings.speed, limit=settings.limit)
+    trace = settings.geography.placed(trace, seed=settings.seed)
+    meddler = with_faults(_faults(settings))
     facts = report.trace_facts(trace)
     print(_headline(facts), file=stdout)
     hit_rates = _sweep(trace, settings.capacity_sweep) if settings.capacity_sweep else []
@@ -147,7 +177,7 @@ def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
         targets = report.Targets(settings.slo_ttft, settings.slo_tpot)
         for policy in _policies(settings):
             progress = _Progress(policy, stderr) if len(trace.requests) >= NUM_LONG else None
-            runs.append(simulate(trace, spec, policy, seed=settings.seed, progress=progress))
+            runs.append(simulate(trace, spec, policy, seed=settings.seed, progress=progress, meddler=meddler))
             summaries.append(report.summary(runs[-1], targets))
         is_mooncake = trace.format == "mooncake"
         print("\n" + report.ladder_table(summaries, with_paper=is_mooncake), file=stdout)
@@ -197,7 +227,7 @@ def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> 
     how = DisaggregationSettings(
         local_prefill_tokens=settings.local_prefill_tokens, chunk_tokens=settings.decode_chunk_tokens
     )
-    return ClusterSpec(
+    spec = ClusterSpec(
         num_prefill=settings.prefill,
         num_decode=settings.decode,
         prefill=workers[0],
@@ -209,6 +239,16 @@ def cluster_spec(settings: ReplaySettings, trace: Trace, *, speeds: Profile) -> 
         routing=RoutingSettings(disaggregation=how),
         targets=Targets(settings.slo_ttft, settings.slo_tpot) if settings.overload else None,
     )
+    return settings.geography.cluster(spec)
+
+
+def _faults(settings: ReplaySettings) -> list[Fault]:
+    """Returns the losses of regions. Raises ConfigError where one has no workers."""
+    losses = settings.lose_region or ()
+    for loss in losses:
+        if loss.region not in settings.geography.regions:
+            raise ConfigError(f"no worker is in the region {loss.region} of --lose-region: name it in --regions")
+    return [Fault(kind=LOST_REGION, region=loss.region, at_s=loss.at_s, duration_s=loss.duration_s) for loss in losses]
 
 
 class _Progress:
@@ -273,6 +313,7 @@ def _parameters(settings: ReplaySettings) -> dict[str, Any]:
     left_out = {"trace", "json", "report", "profiles", "measured"}
     shown = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in left_out}
     shown["policy"] = settings.policy or (DEFAULT_POLICY,)
+    shown["region_distance"] = {":".join(pair): far_s for pair, far_s in settings.geography.distances_s.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from planning.simulator.geography import Geography
 from planning.simulator.jobs import FCFS, WorkerSpec
 from planning.simulator.profiles import DEFAULT_LINK, Profile
 from planning.simulator.traces import Trace, TraceRequest
@@ -101,13 +102,16 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A workload, its targets, the kinds of workers, the most GPUs, and how many workers of a role may be lost."""
+    """A workload, its targets, the kinds of workers, the most GPUs, how many workers of a role may be lost, and where
+    workers are and requests come from.
+    """
 
     workload: Workload
     targets: LatencyTargets
     kinds: Sequence[Kind]
     max_gpus: int = 100_000
     redundancy: int = 0
+    geography: Geography = field(default_factory=Geography)
     seeds: tuple[int, ...] = field(default=(1, 2, 3))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from planning.planner.bounds import Bound, impossible, least_workers, step_target_s
 from planning.planner.question import CHUNK_TOKENS, DECODE_CHUNK_TOKENS, Kind, LatencyTargets, Question
 from planning.simulator.cluster import ClusterSpec, Run, simulate
+from planning.simulator.faults import without_region
 from planning.simulator.report import answered, e2e_s, percentile, tpot_s, ttft_s
 
 CELL_WORKERS = 8
@@ -124,8 +125,9 @@ def answer(question: Question) -> Answer:
     return Answer(found, single, tuple(shapes), nearest if found is None and single is None else None)
 
 
-def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.0) -> Outcome:
-    """Simulates a shape at `load` times the workload's rate."""
+def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.0, lost_region: str = "") -> Outcome:
+    """Simulates a shape at `load` times the workload's rate, without the workers of `lost_region`."""
+    geography = question.geography
     cells = max(1, max(shape.num_prefill, shape.num_decode) // CELL_WORKERS)
     num_decode = max(1, shape.num_decode // cells)
     num_prefill = max(1, round(shape.num_prefill / cells)) if shape.num_prefill else 0
@@ -133,7 +135,7 @@ def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.
     shares = [num_decode / shape.num_decode] + ([num_prefill / shape.num_prefill] if num_prefill else [])
     rate_per_s = question.workload.rate_per_s * load * max(shares)
     num_requests = max(MIN_REQUESTS, math.ceil(SPAN * rate_per_s * _usual_s(question, shape)))
-    trace = question.workload.trace(num_requests, rate_per_s=rate_per_s, seed=seed)
+    trace = geography.placed(question.workload.trace(num_requests, rate_per_s=rate_per_s, seed=seed), seed=seed)
     longest = max(prompt + reply for prompt, reply in question.workload.lengths)
     decode = shape.decode.spec(is_decode=True, chunk_tokens=CHUNK_TOKENS if num_prefill else DECODE_CHUNK_TOKENS)
     spec = ClusterSpec(
@@ -144,7 +146,8 @@ def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.
         max_sequence_tokens=longest,
         max_waiting=10**6,
     )
-    return _measured(simulate(trace, spec, "hybrid", seed=seed), question.targets)
+    meddler = without_region(lost_region) if lost_region else None
+    return _measured(simulate(trace, geography.cluster(spec), "hybrid", seed=seed, meddler=meddler), question.targets)
 
 
 def _usual_s(question: Question, shape: Shape) -> float:
@@ -248,6 +251,9 @@ def _look(question: Question, shape: Shape, *, seed: int = 1) -> tuple[list[str]
     spare = question.redundancy
     if spare and (shape.num_decode <= spare or 0 < shape.num_prefill <= spare):
         return ["redundancy"], None
+    regions = question.geography.regions
+    if question.geography.held_share and min(shape.num_decode, shape.num_prefill or shape.num_decode) < len(regions):
+        return ["regions"], None
     fewer = replace(shape, num_decode=shape.num_decode - spare)
     if shape.num_prefill:
         fewer = replace(fewer, num_prefill=shape.num_prefill - spare)
@@ -281,4 +287,8 @@ def _judged(question: Question, shape: Shape) -> Plan:
             continue
         is_last = fewer.num_decode == 0 or (role == "prefill" and fewer.num_prefill == 0)
         lost[role] = ["all of a role"] if is_last else outcome(question, fewer).missed(question.targets)
+    regions = question.geography.regions
+    for region in regions if shape.num_decode >= len(regions) > 1 else ():
+        missed = outcome(question, shape, lost_region=region).missed(question.targets)
+        lost[f"region {region}"] = ["what is held there", *missed] if question.geography.held_share else missed
     return Plan(shape, outcomes, growth, lost)

@@ -43,6 +43,19 @@ def with_faults(faults: Sequence[Fault]) -> Meddler:
     return plan
 
 
+def without_region(region: str) -> Meddler:
+    """Returns what takes the workers of a region away before the first request, as is known from then on."""
+
+    def plan(cluster: Cluster, loop: EventLoop) -> None:
+        del loop  # nothing happens later
+        lost = [worker.worker_id for worker in cluster.pool if cluster.pool.regions[worker.worker_id] == region]
+        for worker_id in lost:
+            cluster.lose_worker(worker_id)
+        cluster.note_lost(*lost)
+
+    return plan
+
+
 def _strike(cluster: Cluster, loop: EventLoop, fault: Fault) -> None:
     if fault.kind == LOST_REGION:
         _lose_region(cluster, loop, fault)

@@ -117,6 +117,18 @@ def summary(run: Run, targets: Targets) -> dict[str, Any]:
         "utilisation": {name: _rounded(busy.total / end_s) for name, busy in sorted(run.busy.items())},
         "queue": {"mean": _rounded(run.queue.total / end_s), "peak": _rounded(max(queue, default=0.0))},
         "prompts_in_prefill": {"mean": _rounded(run.prefill_line.total / end_s)},
+        "regions": {name: _of_region(run, name) for name in sorted({job.region for job in run.jobs} - {""})},
+    }
+
+
+def _of_region(run: Run, region: str) -> dict[str, Any]:
+    """Returns what came of the requests from a region, wherever they were answered."""
+    here = [job for job in run.jobs if job.region == region]
+    jobs = [job for job in here if job.end_s is not None]
+    refused = Counter(job.refusal for job in here if job.refusal)
+    return {
+        "requests": {"all": len(here), "answered": len(jobs), "refused": dict(sorted(refused.items()))},
+        "ttft_s": spread([ttft_s(job) for job in jobs]),
     }
 
 
@@ -165,12 +177,11 @@ def ladder_table(summaries: Sequence[Mapping[str, Any]], *, with_paper: bool) ->
 def details(one: Mapping[str, Any]) -> str:
     """What the table has no room for."""
     utilisation = "  ".join(f"{name} {share:.2f}" for name, share in one["utilisation"].items())
-    refused = ", ".join(f"{count} {reason}" for reason, count in one["requests"]["refused"].items()) or "none"
     queue, e2e = one["queue"], one["e2e_s"]
     return (
         f"{one['policy']}\n"
-        f"  requests     {one['requests']['all']}, answered {one['requests']['answered']}, refused {refused}, "
-        f"prefilled remotely {one['requests']['prefilled_remotely']}\n"
+        f"  requests     {one['requests']['all']}, answered {one['requests']['answered']}, "
+        f"refused {_refused(one['requests'])}, prefilled remotely {one['requests']['prefilled_remotely']}\n"
         f"  e2e          mean {_seconds(e2e['mean'])}  p50 {_seconds(e2e['p50'])}  p90 {_seconds(e2e['p90'])}  "
         f"p99 {_seconds(e2e['p99'])}\n"
         f"  slo          ttft {one['slo']['met_ttft']:.3f}  tpot {one['slo']['met_tpot']:.3f}  "
@@ -178,7 +189,20 @@ def details(one: Mapping[str, Any]) -> str:
         f"  queue        mean {queue['mean']:.2f}  peak {queue['peak']:.2f}; prompts in prefill "
         f"{one['prompts_in_prefill']['mean']:.2f}\n"
         f"  utilisation  {utilisation}\n"
+        + "".join(_region_line(name, region) for name, region in one["regions"].items())
     )
+
+
+def _region_line(name: str, region: Mapping[str, Any]) -> str:
+    counts, ttft = region["requests"], region["ttft_s"]
+    return (
+        f"  from {name:7s} {counts['all']}, answered {counts['answered']}, refused {_refused(counts)}; "
+        f"ttft mean {_seconds(ttft['mean'])}  p99 {_seconds(ttft['p99'])}\n"
+    )
+
+
+def _refused(counts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts["refused"].items()) or "none"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,8 @@ The format is told by content, not by name; a file may be gzip-compressed. Four 
 - CSV as Azure publishes it: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
 - CSV with `input_tokens`, `output_tokens` and perhaps `unit_arrival_s` (one request per second): needs a rate.
 
-Further columns `tenant` and `class` are read where they exist; others are left alone.
+Further columns are read where they exist: `tenant`, `class`, `region` (where the request came to a gateway) and
+`residency` (the regions to which its data is held, separated by commas). Others are left alone.
 """
 
 import csv
@@ -16,6 +17,7 @@ import gzip
 import json
 import math
 import random
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from services.runtime.errors import ConfigError
-from services.scheduling.regions import Residency
+from services.scheduling.regions import REGION, Residency, residency_of
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOONCAKE_BLOCK_TOKENS = 512
@@ -38,7 +40,7 @@ class TraceRequest:
 
     `block_ids` name the blocks of `Trace.block_tokens` tokens of the prompt, the last of which may be partial; equal
     ids mean equal tokens up to the block's end. Empty where the trace knows nothing of prefixes. It came to a gateway
-    in `region`, and its data is held to the regions in `residency`, if any; no file has these two.
+    in `region`, and its data is held to the regions in `residency`, if any.
     """
 
     arrival_s: float
@@ -164,6 +166,8 @@ def _read_mooncake(lines: _Lines) -> list[TraceRequest]:
                 block_ids=_block_ids(lines, row.get("hash_ids"), num_prompt_tokens),
                 tenant=_word(lines, "tenant", row.get("tenant", "")),
                 service_class=_class(lines, row.get("class")),
+                region=_region(lines, row.get("region", "")),
+                residency=_residency(lines, row.get("residency", "")),
             )
         )
     return requests
@@ -198,6 +202,8 @@ def _read_csv(lines: _Lines, rate_per_s: float | None) -> tuple[str, list[TraceR
                     num_output_tokens=_tokens(lines, output, cells[output]),
                     tenant=cells.get("tenant", ""),
                     service_class=_class(lines, cells.get("class") or None),
+                    region=_region(lines, cells.get("region", "").strip()),
+                    residency=_residency(lines, cells.get("residency", "")),
                 )
             )
     except csv.Error:
@@ -270,6 +276,19 @@ def _word(lines: _Lines, field: str, value: object) -> str:
     if not isinstance(value, str):
         lines.wrong(field, "a text")
     return value
+
+
+def _region(lines: _Lines, value: object) -> str:
+    if not isinstance(value, str) or (value and not re.fullmatch(REGION, value, re.ASCII)):
+        lines.wrong("region", "a region's name")
+    return value
+
+
+def _residency(lines: _Lines, value: object) -> Residency:
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) and value.strip() else []
+    if not isinstance(value, str) or not all(re.fullmatch(REGION, name, re.ASCII) for name in names):
+        lines.wrong("residency", "names of regions, separated by commas")
+    return residency_of(names)
 
 
 def _class(lines: _Lines, value: object) -> str:

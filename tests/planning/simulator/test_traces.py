@@ -77,6 +77,14 @@ def test_requests_come_in_order_of_arrival_and_from_zero_on(tmp_path: Path) -> N
     assert (trace.requests[1].tenant, trace.requests[1].service_class) == ("a", "batch")
 
 
+def test_regions_are_read_where_a_trace_has_them(tmp_path: Path) -> None:
+    header = "arrival_s,input_tokens,output_tokens,region,residency\n"
+    trace = read(tmp_path, header + '0,5,5,eu,"us, eu"\n1,5,5,,\n')
+    assert [(one.region, one.residency) for one in trace.requests] == [("eu", ("eu", "us")), ("", ())]
+    (request,) = read(tmp_path, row(region="us", residency="us")).requests
+    assert (request.region, request.residency) == ("us", ("us",))
+
+
 def test_speed_and_limit(tmp_path: Path) -> None:
     trace = read(tmp_path, "arrival_s,input_tokens,output_tokens\n0,1,1\n3,1,1\n6,1,1\n")
     assert [request.arrival_s for request in compressed(trace, speed=3.0, limit=2).requests] == [0.0, 1.0]
@@ -101,6 +109,10 @@ def test_speed_and_limit(tmp_path: Path) -> None:
         (row(hash_ids=...), 1, "hash_ids"),
         (row(**{"class": "urgent"}), 1, "class"),
         (row(tenant=4), 1, "tenant"),
+        (row(region="a b"), 1, "region"),
+        (row(region=7), 1, "region"),
+        (row(residency="eu,,us"), 1, "residency"),
+        (row(residency=["eu"]), 1, "residency"),
         ("arrival_s,input_tokens,output_tokens\n0,5,5\nnan,5,5\n", 3, "arrival_s"),
         ("arrival_s,input_tokens,output_tokens\n0,5,-5\n", 2, "output_tokens"),
         ("arrival_s,input_tokens,output_tokens\n0,five,5\n", 2, "input_tokens"),
