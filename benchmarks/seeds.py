@@ -1,7 +1,8 @@
 """Every number that the plans of this project name, beside what is reached: `python -m benchmarks.seeds [--write]`.
 
 Each part runs in a process of its own, one after the other, and gives rows: what is measured, what is wanted, what is
-reached. What needs a GPU says so where no GPU is found. `--write` puts the table into docs/benchmarks.md.
+reached. What needs a GPU says so where no GPU is found. `--write` puts the table into docs/benchmarks.md;
+rows of parts that were not measured stay there.
 
 - queue: 1,000 requests in and out, best of the rounds, the slower of one class and five classes;
 - batching: a decode worker's loop with a model that answers at once, so that what is left is its bookkeeping;
@@ -23,8 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -32,10 +33,9 @@ from typing import Any, cast
 import uvloop
 
 from benchmarks.report import commit, machine
+from benchmarks.seeds_table import DOCUMENT, Row, rows_of, table, with_others, with_table
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 TRACE = Path(__file__).with_name("traces") / "azure2023_conv_first40min.csv.gz"
-BEGIN, END = "<!-- seeds: written by make bench-seeds -->\n", "<!-- seeds: end -->\n"
 
 MAX_QUEUE_MS, NUM_QUEUED = 1.0, (0, 10_000)
 MAX_BATCHING_MS, MIN_EFFICIENCY, BATCH = 5.0, 0.95, 128
@@ -45,17 +45,6 @@ CONTIGUOUS_RATIO = 3.0
 NUM_WORKERS, NUM_SIMULATED = (1, 2, 4), 1500
 NUM_PAGES, NUM_MOVES, PAGE_TOKENS = 100_000, 200_000, 16
 UTILISATION_AIM = 0.9
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `is_met`: None where nothing was asked for, or it could not be measured here."""
-
-    part: str
-    what: str
-    aim: str
-    reached: str
-    is_met: bool | None = None
 
 
 # --- parts ---
@@ -423,29 +412,6 @@ async def ask_at_rate(port: int, request: bytes, rate: float, duration_s: float)
     return {"answered": len(latencies_ms), "refused": num_refused, "latencies_ms": latencies_ms}
 
 
-# --- the table ---
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Returns the rows as a table in Markdown, and the missed ones by name below it."""
-    marks = {True: "yes", False: "**missed**", None: ""}
-    lines = ["| part | number | wanted | reached | met |", "|---|---|---|---|---|"]
-    rows = list(rows)
-    lines += [f"| {one.part} | {one.what} | {one.aim} | {one.reached} | {marks[one.is_met]} |" for one in rows]
-    missed = [f"{one.part}: {one.what}" for one in rows if one.is_met is False]
-    lines += ["", "Missed: " + ("; ".join(missed) if missed else "none") + "."]
-    return "\n".join(lines) + "\n"
-
-
-def with_table(document: str, section: str) -> str:
-    """Returns the document with another table. Raises ValueError where it has no place for one."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError("the document has no place for the table")
-    return before + BEGIN + "\n" + section + "\n" + END + after
-
-
 def _run(parts: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     for name in parts:
@@ -481,7 +447,11 @@ def main() -> None:
     where = f"{one['cpu']}, {one['cores']} cores; {datetime.now(UTC).date()}, {commit() or 'no commit'}.\n\n"
     print(where + table(rows))
     if arguments.write:
-        DOCUMENT.write_text(with_table(DOCUMENT.read_text(), where + table(rows)))
+        document = DOCUMENT.read_text()
+        others = f"Only measured now: {', '.join(arguments.parts)}.\n\n" if arguments.parts else ""
+        DOCUMENT.write_text(
+            with_table(document, where + others + table(with_others(rows, rows_of(document), order=[*PARTS])))
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.runtime.config import Filed, Parser, add_settings, did_you_mean, parse, read
+from services.runtime.addresses import connectable, join_host_port
+from services.runtime.config import Filed, Parser, add_settings, did_you_mean, parse, read, settings_of
 from services.runtime.errors import ConfigError
 from services.runtime.settings_file import DEFAULT, VARIABLE, read_settings_file
 from services.runtime.version import version
@@ -42,6 +43,8 @@ COMMANDS = {
     "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),
     "man": (PREPARE, "print the manual page"),
 }
+HTTP_PORT = "8000"
+"""The port of the HTTP API where none is given."""
 WORDS = {"help": "--help", "version": "--version"}
 """Flags that may be given as if they were commands."""
 EXAMPLES = """\
@@ -99,8 +102,9 @@ class CommandParser(Parser):
         words = f"TOML file of settings; {DEFAULT} of the current folder if not given. [{VARIABLE}]"
         self.add_argument("--config", dest=_CONFIG, metavar="FILE", help=words)
         name = table or self.prog.partition(" ")[2]
+        names = [setting.name for setting in settings_of(settings_class)]
         self.set_defaults(
-            **{_RUN: lambda given: function(read(settings_class, given, filed=_filed(given[_CONFIG], name)))}
+            **{_RUN: lambda given: function(read(settings_class, given, filed=_filed(given[_CONFIG], name, names)))}
         )
 
 
@@ -142,13 +146,28 @@ def _check_names(parser: CommandParser, words: Sequence[str]) -> None:
         parser = parser.commands[word]
 
 
-def _filed(given: str | None, command: str) -> dict[str, Filed]:
-    """What the settings file says of a command; nothing where no file is named and none is here."""
+def _filed(given: str | None, command: str, names: Collection[str]) -> dict[str, Filed]:
+    """What the settings file says of a command; nothing where no file is named and none is here.
+
+    A command that has `url` among its settings' names asks the gateway of [up] unless its own table names another.
+    """
     named = given or os.environ.get(VARIABLE)
     path = Path(named or DEFAULT)
     if named is None and not path.is_file():
         return {}
-    return read_settings_file(path, command, commands=COMMANDS)
+    of_up = _url_of_up(path) if "url" in names else {}
+    return of_up | read_settings_file(path, command, commands=COMMANDS)
+
+
+def _url_of_up(path: Path) -> dict[str, Filed]:
+    """The address of the HTTP API that [up] has; nothing where it says nothing of it, or leaves the port open."""
+    up = read_settings_file(path, "up", commands=COMMANDS)
+    told = [up[name] for name in ("http_port", "host", "tls_cert") if name in up]
+    host, port = (up[name].text if name in up else usual for name, usual in (("host", ""), ("http_port", HTTP_PORT)))
+    if not told or not port.isdecimal() or int(port) == 0:
+        return {}
+    scheme = "https" if "tls_cert" in up else "http"
+    return {"url": Filed(f"{scheme}://{join_host_port(connectable(host), int(port))}", told[0].place)}
 
 
 def _groups() -> str:

@@ -95,13 +95,17 @@ def _state(worker: Mapping[str, Any]) -> str:
 
 
 def turn_lines(turns: Mapping[str, Any]) -> list[str]:
-    """A line for the models that share workers: which of them is awake, and what a switch takes."""
+    """Lines for the models that share workers: which of them is awake and where, and what a switch takes."""
     models, switch_s = turns.get("models") or {}, turns.get("switch_s") or {}
     if not models:
         return []
     states = ", ".join(f"{name} {str(state).replace('_', ' ')}" for name, state in models.items())
-    times = ", ".join(f"{seconds:g} s from {origin}" for origin, seconds in switch_s.items())
-    return [f"by turns  {states}; a switch takes {times}"]
+    places = {"asleep": "memory", "disk": "disk"}
+    times = " and ".join(f"{seconds:.3g} s from {places.get(origin, origin)}" for origin, seconds in switch_s.items())
+    lines = [f"by turns  {states}; {f'a switch takes {times}' if times else 'no switch was measured yet'}"]
+    for group in turns.get("groups") or ():
+        lines.append(f"          {group['group']}: {group['model']} {group['state']} for {float(group['for_s']):.0f} s")
+    return lines
 
 
 def _pool_lines(pools: Sequence[Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -93,7 +93,10 @@ def frame(
     if held_back:
         lines += [*((line, True) for line in held_back[:MAX_TROUBLES]), ("", False)]
     lines += [(line, False) for line in turn_lines(data.get("turns") or {})]
-    workers = _table(_WORKER_HEADINGS, [_worker(worker) for worker in data["workers"]])
+    rows = [_WORKER_HEADINGS, *map(_worker, data["workers"])]
+    if not any(worker.get("pool") for worker in data["workers"]):
+        rows = [(name, *others) for name, _, *others in rows]
+    workers = _table(rows[0], rows[1:])
     lines += _headed(workers if data["workers"] else ["no worker is registered"], is_table=bool(data["workers"]))
     found = [(f"{one['id']}: {one['circuit_found']}", False) for one in data["workers"] if one.get("circuit_found")]
     lines += [("", False), *found] if found else []
@@ -110,7 +113,8 @@ def frame(
     return [f"{start}{line}{end}" if is_heading else line for line, is_heading in shown]
 
 
-_WORKER_HEADINGS = ("WORKER", "STATE", "PAGES  # used / reserved : cached . free", "IN USE", "RUN", "WAIT", "SPEED")
+_PAGES_HEADING = "PAGES  # used / reserved : cached . free"
+_WORKER_HEADINGS = ("WORKER", "POOL", "STATE", _PAGES_HEADING, "IN USE", "RUN", "WAIT", "SPEED")
 _REQUEST_HEADINGS = ("ENDED", "REQUEST", "MODEL", "CLASS", "OUTCOME", "TOKENS", "TTFT", "TOTAL", "PHASES")
 _RIGHT = frozenset({"IN USE", "RUN", "WAIT", "SPEED", "TOKENS", "TTFT", "TOTAL"})
 
@@ -172,6 +176,7 @@ def _worker(worker: Mapping[str, Any]) -> tuple[str, ...]:
     words = "-" if speed is None else f"{_time(speed)} a step" if role == "decode" else f"{_rate(speed)} tokens/s"
     return (
         str(worker["id"]),
+        str(worker.get("pool") or "-"),
         state,
         bar([(PAGES[name], pages[name]) for name in PAGES], BAR_WIDTH),
         _share(busy / pages["total"] if pages["total"] else None),

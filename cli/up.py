@@ -44,7 +44,7 @@ from gateway.access.keys import digest_of_key, new_key, read_keys
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.hub.models import local_model, with_local_model
 from services.runtime import last_words, service_manager
-from services.runtime.addresses import join_host_port
+from services.runtime.addresses import connectable, join_host_port
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.logs import wants_colour
@@ -135,7 +135,7 @@ class Up:
         self._orders_path = functools.partial(socket_path, addresses.http_port)
         self._gateway = gateway_spec(settings, addresses, environment)
         scheme = "http" if settings.gateway.tls is None else "https"
-        self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
+        self._probe_url = f"{scheme}://{join_host_port(connectable(settings.host), addresses.http_port)}"
         self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
         self._first_specs = [self._gateway, *worker_specs(settings, plans, *here)]
@@ -468,8 +468,3 @@ def _sentence(child: Child) -> str:
     lines = child.last_log_lines(NUM_TAIL_LINES)
     sentences = [line for line in lines if line.startswith("error: ")]
     return sentences[-1] if sentences else "\n".join([*lines, f"error: {child.name} refuses its settings"])
-
-
-def _connectable(host: str) -> str:
-    """An address at which a server on `host` answers from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - what a name means, not a bind

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\"\x14\n\x12GetTopologyRequest\"\x16\n\x14WatchTopologyRequest\"\xd0\x01\n\x08Topology\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12*\n\x08requests\x18\x02 \x01(\x0b\x32\x18.tandem.v1.RequestCounts\x12$\n\x08troubles\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Trouble\x12#\n\x04gone\x18\x04 \x03(\x0b\x32\x15.tandem.v1.GoneWorker\x12)\n\x07prefill\x18\x05 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\"]\n\x07Trouble\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x05 \x01(\x01\"\x81\x01\n\nGoneWorker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x06 \x01(\x01\"\x96\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12%\n\x05state\x18\x07 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\r\n\x05model\x18\x08 \x01(\t\x12\r\n\x05\x65xact\x18\t \x01(\x08\x12$\n\x05pages\x18\n \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x12\n\narithmetic\x18\r \x01(\t\x12!\n\x03gpu\x18\x0e \x01(\x0b\x32\x14.tandem.v1.GpuHealth\x12\x17\n\x0ftensor_parallel\x18\x0f \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x10 \x01(\r\x12\x10\n\x08left_out\x18\x11 \x01(\t\x12\x10\n\x08identity\x18\x12 \x01(\t\"P\n\tGpuHealth\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.tandem.v1.GpuState\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07reasons\x18\x03 \x03(\t\"Y\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0c\n\x04used\x18\x05 \x01(\r\"0\n\rRequestCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"6\n\rDrainResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState\"#\n\rLocateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x80\x01\n\x08Location\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x06 \x01(\x01\"=\n\x11SetPrefillRequest\x12(\n\x06\x63hoice\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\">\n\x12SetPrefillResponse\x12(\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xab\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x19\n\x15WORKER_STATE_LEFT_OUT\x10\x05*b\n\x08GpuState\x12\x19\n\x15GPU_STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGPU_STATE_OK\x10\x01\x12\x16\n\x12GPU_STATE_DEGRADED\x10\x02\x12\x11\n\rGPU_STATE_OUT\x10\x03*}\n\rPrefillChoice\x12\x1e\n\x1aPREFILL_CHOICE_UNSPECIFIED\x10\x00\x12\x17\n\x13PREFILL_CHOICE_AUTO\x10\x01\x12\x18\n\x14PREFILL_CHOICE_LOCAL\x10\x02\x12\x19\n\x15PREFILL_CHOICE_REMOTE\x10\x03\x32\xd5\x02\n\x07\x43luster\x12\x41\n\x0bGetTopology\x12\x1d.tandem.v1.GetTopologyRequest\x1a\x13.tandem.v1.Topology\x12G\n\rWatchTopology\x12\x1f.tandem.v1.WatchTopologyRequest\x1a\x13.tandem.v1.Topology0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12I\n\nSetPrefill\x12\x1c.tandem.v1.SetPrefillRequest\x1a\x1d.tandem.v1.SetPrefillResponse\x12\x37\n\x06Locate\x12\x18.tandem.v1.LocateRequest\x1a\x13.tandem.v1.LocationB6\n\ttandem.v1P\x01Z\x12tandem/v1;tandemv1\xaa\x02\tTandem.V1\xba\x02\x06Tandemb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\"\x14\n\x12GetTopologyRequest\"\x16\n\x14WatchTopologyRequest\"\x91\x02\n\x08Topology\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12*\n\x08requests\x18\x02 \x01(\x0b\x32\x18.tandem.v1.RequestCounts\x12$\n\x08troubles\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Trouble\x12#\n\x04gone\x18\x04 \x03(\x0b\x32\x15.tandem.v1.GoneWorker\x12)\n\x07prefill\x18\x05 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\x12\x1e\n\x05pools\x18\x06 \x03(\x0b\x32\x0f.tandem.v1.Pool\x12\x1f\n\x05turns\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Turns\"N\n\x04Pool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x02 \x03(\t\x12\x19\n\x11min_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\"\xeb\x01\n\x05Turns\x12,\n\x06models\x18\x01 \x03(\x0b\x32\x1c.tandem.v1.Turns.ModelsEntry\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.tandem.v1.TurnGroup\x12/\n\x08switch_s\x18\x03 \x03(\x0b\x32\x1d.tandem.v1.Turns.SwitchSEntry\x1a-\n\x0bModelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cSwitchSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"G\n\tTurnGroup\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x66or_s\x18\x04 \x01(\x01\"]\n\x07Trouble\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x05 \x01(\x01\"\x81\x01\n\nGoneWorker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x06 \x01(\x01\"\xb4\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12%\n\x05state\x18\x07 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\r\n\x05model\x18\x08 \x01(\t\x12\r\n\x05\x65xact\x18\t \x01(\x08\x12$\n\x05pages\x18\n \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x12\n\narithmetic\x18\r \x01(\t\x12!\n\x03gpu\x18\x0e \x01(\x0b\x32\x14.tandem.v1.GpuHealth\x12\x17\n\x0ftensor_parallel\x18\x0f \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x10 \x01(\r\x12\x10\n\x08left_out\x18\x11 \x01(\t\x12\x10\n\x08identity\x18\x12 \x01(\t\x12\x0c\n\x04pool\x18\x13 \x01(\t\x12\x0e\n\x06region\x18\x14 \x01(\t\"P\n\tGpuHealth\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.tandem.v1.GpuState\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07reasons\x18\x03 \x03(\t\"Y\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0c\n\x04used\x18\x05 \x01(\r\"0\n\rRequestCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"6\n\rDrainResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState\"#\n\rLocateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x80\x01\n\x08Location\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x06 \x01(\x01\"=\n\x11SetPrefillRequest\x12(\n\x06\x63hoice\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\">\n\x12SetPrefillResponse\x12(\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xab\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x19\n\x15WORKER_STATE_LEFT_OUT\x10\x05*b\n\x08GpuState\x12\x19\n\x15GPU_STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGPU_STATE_OK\x10\x01\x12\x16\n\x12GPU_STATE_DEGRADED\x10\x02\x12\x11\n\rGPU_STATE_OUT\x10\x03*}\n\rPrefillChoice\x12\x1e\n\x1aPREFILL_CHOICE_UNSPECIFIED\x10\x00\x12\x17\n\x13PREFILL_CHOICE_AUTO\x10\x01\x12\x18\n\x14PREFILL_CHOICE_LOCAL\x10\x02\x12\x19\n\x15PREFILL_CHOICE_REMOTE\x10\x03\x32\xd5\x02\n\x07\x43luster\x12\x41\n\x0bGetTopology\x12\x1d.tandem.v1.GetTopologyRequest\x1a\x13.tandem.v1.Topology\x12G\n\rWatchTopology\x12\x1f.tandem.v1.WatchTopologyRequest\x1a\x13.tandem.v1.Topology0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12I\n\nSetPrefill\x12\x1c.tandem.v1.SetPrefillRequest\x1a\x1d.tandem.v1.SetPrefillResponse\x12\x37\n\x06Locate\x12\x18.tandem.v1.LocateRequest\x1a\x13.tandem.v1.LocationB6\n\ttandem.v1P\x01Z\x12tandem/v1;tandemv1\xaa\x02\tTandem.V1\xba\x02\x06Tandemb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,44 +32,58 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cluster_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\ttandem.v1P\001Z\022tandem/v1;tandemv1\252\002\tTandem.V1\272\002\006Tandem'
-  _globals['_WORKERROLE']._serialized_start=1537
-  _globals['_WORKERROLE']._serialized_end=1627
-  _globals['_WORKERSTATE']._serialized_start=1630
-  _globals['_WORKERSTATE']._serialized_end=1801
-  _globals['_GPUSTATE']._serialized_start=1803
-  _globals['_GPUSTATE']._serialized_end=1901
-  _globals['_PREFILLCHOICE']._serialized_start=1903
-  _globals['_PREFILLCHOICE']._serialized_end=2028
+  _globals['_TURNS_MODELSENTRY']._loaded_options = None
+  _globals['_TURNS_MODELSENTRY']._serialized_options = b'8\001'
+  _globals['_TURNS_SWITCHSENTRY']._loaded_options = None
+  _globals['_TURNS_SWITCHSENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERROLE']._serialized_start=2023
+  _globals['_WORKERROLE']._serialized_end=2113
+  _globals['_WORKERSTATE']._serialized_start=2116
+  _globals['_WORKERSTATE']._serialized_end=2287
+  _globals['_GPUSTATE']._serialized_start=2289
+  _globals['_GPUSTATE']._serialized_end=2387
+  _globals['_PREFILLCHOICE']._serialized_start=2389
+  _globals['_PREFILLCHOICE']._serialized_end=2514
   _globals['_GETTOPOLOGYREQUEST']._serialized_start=35
   _globals['_GETTOPOLOGYREQUEST']._serialized_end=55
   _globals['_WATCHTOPOLOGYREQUEST']._serialized_start=57
   _globals['_WATCHTOPOLOGYREQUEST']._serialized_end=79
   _globals['_TOPOLOGY']._serialized_start=82
-  _globals['_TOPOLOGY']._serialized_end=290
-  _globals['_TROUBLE']._serialized_start=292
-  _globals['_TROUBLE']._serialized_end=385
-  _globals['_GONEWORKER']._serialized_start=388
-  _globals['_GONEWORKER']._serialized_end=517
-  _globals['_WORKER']._serialized_start=520
-  _globals['_WORKER']._serialized_end=926
-  _globals['_GPUHEALTH']._serialized_start=928
-  _globals['_GPUHEALTH']._serialized_end=1008
-  _globals['_PAGECOUNTS']._serialized_start=1010
-  _globals['_PAGECOUNTS']._serialized_end=1099
-  _globals['_REQUESTCOUNTS']._serialized_start=1101
-  _globals['_REQUESTCOUNTS']._serialized_end=1149
-  _globals['_DRAINREQUEST']._serialized_start=1151
-  _globals['_DRAINREQUEST']._serialized_end=1184
-  _globals['_DRAINRESPONSE']._serialized_start=1186
-  _globals['_DRAINRESPONSE']._serialized_end=1240
-  _globals['_LOCATEREQUEST']._serialized_start=1242
-  _globals['_LOCATEREQUEST']._serialized_end=1277
-  _globals['_LOCATION']._serialized_start=1280
-  _globals['_LOCATION']._serialized_end=1408
-  _globals['_SETPREFILLREQUEST']._serialized_start=1410
-  _globals['_SETPREFILLREQUEST']._serialized_end=1471
-  _globals['_SETPREFILLRESPONSE']._serialized_start=1473
-  _globals['_SETPREFILLRESPONSE']._serialized_end=1535
-  _globals['_CLUSTER']._serialized_start=2031
-  _globals['_CLUSTER']._serialized_end=2372
+  _globals['_TOPOLOGY']._serialized_end=355
+  _globals['_POOL']._serialized_start=357
+  _globals['_POOL']._serialized_end=435
+  _globals['_TURNS']._serialized_start=438
+  _globals['_TURNS']._serialized_end=673
+  _globals['_TURNS_MODELSENTRY']._serialized_start=580
+  _globals['_TURNS_MODELSENTRY']._serialized_end=625
+  _globals['_TURNS_SWITCHSENTRY']._serialized_start=627
+  _globals['_TURNS_SWITCHSENTRY']._serialized_end=673
+  _globals['_TURNGROUP']._serialized_start=675
+  _globals['_TURNGROUP']._serialized_end=746
+  _globals['_TROUBLE']._serialized_start=748
+  _globals['_TROUBLE']._serialized_end=841
+  _globals['_GONEWORKER']._serialized_start=844
+  _globals['_GONEWORKER']._serialized_end=973
+  _globals['_WORKER']._serialized_start=976
+  _globals['_WORKER']._serialized_end=1412
+  _globals['_GPUHEALTH']._serialized_start=1414
+  _globals['_GPUHEALTH']._serialized_end=1494
+  _globals['_PAGECOUNTS']._serialized_start=1496
+  _globals['_PAGECOUNTS']._serialized_end=1585
+  _globals['_REQUESTCOUNTS']._serialized_start=1587
+  _globals['_REQUESTCOUNTS']._serialized_end=1635
+  _globals['_DRAINREQUEST']._serialized_start=1637
+  _globals['_DRAINREQUEST']._serialized_end=1670
+  _globals['_DRAINRESPONSE']._serialized_start=1672
+  _globals['_DRAINRESPONSE']._serialized_end=1726
+  _globals['_LOCATEREQUEST']._serialized_start=1728
+  _globals['_LOCATEREQUEST']._serialized_end=1763
+  _globals['_LOCATION']._serialized_start=1766
+  _globals['_LOCATION']._serialized_end=1894
+  _globals['_SETPREFILLREQUEST']._serialized_start=1896
+  _globals['_SETPREFILLREQUEST']._serialized_end=1957
+  _globals['_SETPREFILLRESPONSE']._serialized_start=1959
+  _globals['_SETPREFILLRESPONSE']._serialized_end=2021
+  _globals['_CLUSTER']._serialized_start=2517
+  _globals['_CLUSTER']._serialized_end=2858
 # @@protoc_insertion_point(module_scope)

@@ -77,7 +77,8 @@ variables our code heeds `CXX` (compiler of the CPU kernels), `XDG_CACHE_HOME` (
 (where `tandem up` listens for `tandem scale`, `role`, `drain` and `logs`), `NO_COLOR` and `NCCL_HOSTID`.
 
 Commands of `tandem` read `tandem.toml` in the current folder, or the file that `--config` or `TANDEM_CONFIG` names. It
-has a table for each command, with a line for each setting, as its flag is called; `tandem serve` has those of `[up]`:
+has a table for each command, with a line for each setting, as its flag is called; `tandem serve` has those of `[up]`,
+and commands that ask a gateway find the one of `[up]` where their own table has no `url`:
 
 ```toml
 [up]

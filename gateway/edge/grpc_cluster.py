@@ -6,10 +6,13 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 
+from msgspec import structs
+
 from gateway.access.door import FrontDoor
 from gateway.edge.grpc_context import Context, authenticate
 from gateway.edge.pages import located
 from gateway.requests.lifecycle import Requests
+from gateway.requests.turns import TurnsState
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
@@ -137,6 +140,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             troubles=(cluster_pb2.Trouble(**asdict(trouble)) for trouble in self._troubles.all()),
             gone=(_gone(gone) for gone in self._topology.presence.gone),
             prefill=_PREFILL_CHOICES[self._requests.prefill_choice],
+            pools=(cluster_pb2.Pool(**structs.asdict(pool)) for pool in self._topology.pools),
+            turns=_turns(self._requests.turns.state),
         )
 
 
@@ -167,7 +172,15 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         pipeline_parallel=record.pipeline_parallel,
         left_out=member.left_out,
         identity=record.identity,
+        pool=record.pool,
+        region=record.region,
     )
+
+
+def _turns(state: TurnsState) -> cluster_pb2.Turns:
+    groups = (cluster_pb2.TurnGroup(**structs.asdict(group)) for group in state.groups)
+    switch_s: dict[str, float] = {where: seconds for where, seconds in state.switch_s.items()}
+    return cluster_pb2.Turns(models=state.models, groups=groups, switch_s=switch_s)
 
 
 def _gone(gone: Gone) -> cluster_pb2.GoneWorker:

@@ -49,7 +49,7 @@ class GroupState(Struct, forbid_unknown_fields=True):
 
 
 class TurnsState(Struct, forbid_unknown_fields=True):
-    """Models that share workers. `switch_s` is what a switch takes, in seconds, to a model asleep or on disk."""
+    """Models that share workers. `switch_s`: what switches took, in seconds; empty: none was measured."""
 
     models: dict[str, ModelState]
     groups: list[GroupState]
@@ -155,7 +155,7 @@ class ModelTurns:
     @property
     def state(self) -> TurnsState:
         """What /cluster shows of it."""
-        now_s, times = self._clock.monotonic(), self._times
+        now_s = self._clock.monotonic()
         groups = [
             GroupState(
                 name,
@@ -166,11 +166,7 @@ class ModelTurns:
             for name, seen in sorted(self._seen.items())
         ]
         states = {model: state for model in self._shares if (state := self.state_of(model)) is not None}
-        switch_s: dict[Literal["asleep", "disk"], float] = {
-            "asleep": round(times.usual_s(is_asleep=True), 3),
-            "disk": round(times.usual_s(is_asleep=False), 3),
-        }
-        return TurnsState(states, groups, switch_s)
+        return TurnsState(states, groups, self._times.measured_s)
 
     def look(self) -> None:
         """Notes what groups have become, and decides which one changes its model now, of each share at most one."""

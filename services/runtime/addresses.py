@@ -82,3 +82,8 @@ def is_on_this_machine(url: str) -> bool:
     """Returns whether a Redis URL leads to this machine: a Unix socket, or a loopback address."""
     parts = urlsplit(url)
     return parts.scheme == "unix" or is_loopback(parts.hostname or "localhost")
+
+
+def connectable(host: str) -> str:
+    """Returns an address at which a server that listens on `host` answers from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - what a name means, not a bind

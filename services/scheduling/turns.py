@@ -8,6 +8,7 @@ less time than it takes to change it, so that at least half of the time is spent
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 UNMEASURED_S = 1.0
 """What a switch is taken to last before one was measured."""
@@ -57,6 +58,11 @@ class SwitchTimes:
         """Returns how long a switch to a model takes."""
         known = self._usual_s
         return known.get(is_asleep, known.get(not is_asleep, UNMEASURED_S))
+
+    @property
+    def measured_s(self) -> dict[Literal["asleep", "disk"], float]:
+        """What switches took, by where the weights were; what was not measured is absent."""
+        return {"asleep" if is_asleep else "disk": round(seconds, 3) for is_asleep, seconds in self._usual_s.items()}
 
     @property
     def limit_s(self) -> float:

@@ -2,39 +2,12 @@
 
 import asyncio
 
-import pytest
-
-from benchmarks import seeds
 from benchmarks.gateway import http_request
-from benchmarks.seeds import DOCUMENT, Row, ask_at_rate, batching, compaction, scaling, table, with_table
-
-
-def test_a_table_names_what_was_missed_and_nothing_else() -> None:
-    rows = [
-        Row("queue", "sla", "< 1 ms", "1.20 ms", False),
-        Row("queue", "fcfs", "< 1 ms", "0.80 ms", True),
-        Row("utilisation", "of a GPU", "", "needs a GPU"),
-    ]
-    lines = table(rows).splitlines()
-    assert lines[2] == "| queue | sla | < 1 ms | 1.20 ms | **missed** |"
-    assert lines[3:5] == ["| queue | fcfs | < 1 ms | 0.80 ms | yes |", "| utilisation | of a GPU |  | needs a GPU |  |"]
-    assert lines[-1] == "Missed: queue: sla."
-    assert table(rows[1:]).splitlines()[-1] == "Missed: none."
-
-
-def test_the_document_has_one_place_for_the_table_and_keeps_the_rest() -> None:
-    document = DOCUMENT.read_text()
-    once = with_table(document, "first\n")
-    assert "first\n" in once
-    again = with_table(once, "second\n")
-    assert again == once.replace("first\n", "second\n")
-    assert again.partition(seeds.BEGIN)[0] == document.partition(seeds.BEGIN)[0]
-    with pytest.raises(ValueError, match="no place"):
-        with_table("# Benchmarks\n", "first\n")
+from benchmarks.seeds import BATCH, ask_at_rate, batching, compaction, scaling
 
 
 def test_batches_are_full_while_others_wait() -> None:
-    efficiency = batching(num_requests=3 * seeds.BATCH)[-1]
+    efficiency = batching(num_requests=3 * BATCH)[-1]
     assert efficiency.is_met, efficiency
 
 

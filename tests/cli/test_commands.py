@@ -109,8 +109,32 @@ def test_a_file_may_be_named_and_serve_has_the_settings_of_up(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
+    ("table", "url"),
+    [
+        ("[up]\nhttp-port = 8077", "http://127.0.0.1:8077"),
+        ('[up]\nhost = "0.0.0.0"\ntls-cert = "c.pem"', "https://127.0.0.1:8000"),
+        ('[up]\nhost = "::1"', "http://[::1]:8000"),
+        ('[up]\nhttp-port = 8077\n[status]\nurl = "https://else.example"', "https://else.example"),
+        ('[up]\nhttp-port = 0\nhost = "10.0.0.1"', "http://127.0.0.1:8000"),
+        ("[up]\ndecode = 2", "http://127.0.0.1:8000"),
+    ],
+)
+def test_commands_ask_the_gateway_that_the_file_has_started(
+    table: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tandem.toml").write_text(table + "\n")
+    seen: list[Any] = []
+    monkeypatch.setattr("cli.status.run", lambda settings, stdout: seen.append(settings) or 0)
+    assert run_command(["status"]) == 0
+    assert run_command(["status", "--url", "http://b.example"]) == 0
+    assert [each.url for each in seen] == [url, "http://b.example"]
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("htp-port = 3", "tandem.toml: htp-port in [up] is not a setting; did you mean http-port?"),
         ("prefil = 3", "tandem.toml: prefil in [up] is not a setting; did you mean prefill?"),
         ("prefill = 300", "tandem.toml: prefill in [up] is '300' but must be a whole number"),
         ("http-port = 99999999", "tandem.toml: http-port in [up] is '99999999' but must be"),

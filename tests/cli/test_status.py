@@ -92,11 +92,16 @@ def test_pools_are_told_with_their_workers(api: Any, capsys: pytest.CaptureFixtu
 def test_models_that_share_workers_are_told_with_what_a_switch_takes(
     api: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns = {"models": {"a": "awake", "b": "on_disk"}, "groups": [], "switch_s": {"asleep": 0.25, "disk": 3.0}}
+    group = {"group": "a-0", "model": "a", "state": "awake", "for_s": 12.3}
+    turns = {"models": {"a": "awake", "b": "on_disk"}, "groups": [group], "switch_s": {"asleep": 0.25, "disk": 3.0}}
     api.routes["GET /cluster"] = (200, CLUSTER | {"turns": turns})
     assert main(["status", "--url", api.url]) == 0
-    said = "by turns  a awake, b on disk; a switch takes 0.25 s from asleep, 3 s from disk"
-    assert said in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("by turns  a awake, b on disk; a switch takes 0.25 s from memory and 3 s from disk")
+    assert lines[at + 1] == "          a-0: a awake for 12 s"
+    api.routes["GET /cluster"] = (200, CLUSTER | {"turns": turns | {"switch_s": {}}})
+    assert main(["status", "--url", api.url]) == 0
+    assert "by turns  a awake, b on disk; no switch was measured yet" in capsys.readouterr().out
 
 
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:

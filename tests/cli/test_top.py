@@ -217,9 +217,16 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         os.close(ours)
 
 
+def test_pools_have_a_column_where_there_are_any() -> None:
+    lines = frame(data(workers=[worker(pool="batch"), worker(id="decode-1", pool="")]), [], width=120, height=60)
+    at = next(number for number, line in enumerate(lines) if line.startswith("WORKER"))
+    assert [line.split()[1] for line in lines[at : at + 3]] == ["POOL", "batch", "-"]
+    assert not any("POOL" in line for line in frame(data(), [], width=120, height=60))
+
+
 def test_models_that_share_workers_stand_above_them() -> None:
     turns = {"models": {"a": "switching", "b": "asleep"}, "switch_s": {"asleep": 0.5}}
-    said = "by turns  a switching, b asleep; a switch takes 0.5 s from asleep"
+    said = "by turns  a switching, b asleep; a switch takes 0.5 s from memory"
     assert said in frame(data(turns=turns), [], width=120, height=60)
     assert not any("by turns" in line for line in frame(data(), [], width=120, height=60))
 

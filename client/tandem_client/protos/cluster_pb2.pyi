@@ -180,6 +180,8 @@ class Topology(_message.Message):
     TROUBLES_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     prefill: Global___PrefillChoice.ValueType
     """Who computes the prompts of requests that do not say so themselves."""
     @_builtins.property
@@ -198,6 +200,14 @@ class Topology(_message.Message):
     def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneWorker]:
         """Workers that vanished without a word within the last 10 minutes, in order of role and id. They are not in `workers`."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
+        """The gateway's file of pools, in the order in which they are tried."""
+
+    @_builtins.property
+    def turns(self) -> Global___Turns:
+        """Models that share workers."""
+
     def __init__(
         self,
         *,
@@ -206,14 +216,162 @@ class Topology(_message.Message):
         troubles: _abc.Iterable[Global___Trouble] | None = ...,
         gone: _abc.Iterable[Global___GoneWorker] | None = ...,
         prefill: Global___PrefillChoice.ValueType = ...,
+        pools: _abc.Iterable[Global___Pool] | None = ...,
+        turns: Global___Turns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "turns", b"turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "prefill", b"prefill", "requests", b"requests", "troubles", b"troubles", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "pools", b"pools", "prefill", b"prefill", "requests", b"requests", "troubles", b"troubles", "turns", b"turns", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Topology: _TypeAlias = Topology  # noqa: Y015
+
+@_typing.final
+class Pool(_message.Message):
+    """Workers with one label, and the requests that are theirs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    MIN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The label."""
+    min_prompt_tokens: _builtins.int
+    """The shortest prompt of its requests, in tokens."""
+    rule: _builtins.str
+    """strict: its requests and its workers are for each other only; preferred: both go elsewhere where that is quicker."""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Service classes of its requests. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        classes: _abc.Iterable[_builtins.str] | None = ...,
+        min_prompt_tokens: _builtins.int = ...,
+        rule: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "min_prompt_tokens", b"min_prompt_tokens", "name", b"name", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class Turns(_message.Message):
+    """Models that share workers, one at a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ModelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class SwitchSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    SWITCH_S_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """How near each of them is to being served, by its name: awake, switching, asleep or on_disk."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnGroup]:
+        """The workers that change their model together."""
+
+    @_builtins.property
+    def switch_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds that a switch takes, by where the weights are: asleep or disk. Absent: none was measured."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        groups: _abc.Iterable[Global___TurnGroup] | None = ...,
+        switch_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "models", b"models", "switch_s", b"switch_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turns: _TypeAlias = Turns  # noqa: Y015
+
+@_typing.final
+class TurnGroup(_message.Message):
+    """Workers that change their model together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Its name."""
+    model: _builtins.str
+    """The model that its workers have, or are to have."""
+    state: _builtins.str
+    """awake or switching."""
+    for_s: _builtins.float
+    """For how long, in seconds."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: _builtins.str = ...,
+        for_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_s", b"for_s", "group", b"group", "model", b"model", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnGroup: _TypeAlias = TurnGroup  # noqa: Y015
 
 @_typing.final
 class Trouble(_message.Message):
@@ -321,6 +479,8 @@ class Worker(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, such as decode-0."""
     role: Global___WorkerRole.ValueType
@@ -357,6 +517,10 @@ class Worker(_message.Message):
     """All that decides its tokens beside the request, as `field=value` separated by spaces. An answer goes on only at
     workers with an equal one. Empty: unknown, and equal to no other.
     """
+    pool: _builtins.str
+    """Its label. Empty: none."""
+    region: _builtins.str
+    """Its region. Empty: none is named."""
     @_builtins.property
     def pages(self) -> Global___PageCounts:
         """Its KV pages."""
@@ -386,10 +550,12 @@ class Worker(_message.Message):
         pipeline_parallel: _builtins.int = ...,
         left_out: _builtins.str = ...,
         identity: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        region: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "identity", b"identity", "incarnation", b"incarnation", "left_out", b"left_out", "model", b"model", "pages", b"pages", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "running", b"running", "state", b"state", "tensor_parallel", b"tensor_parallel", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "identity", b"identity", "incarnation", b"incarnation", "left_out", b"left_out", "model", b"model", "pages", b"pages", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "pool", b"pool", "region", b"region", "role", b"role", "running", b"running", "state", b"state", "tensor_parallel", b"tensor_parallel", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

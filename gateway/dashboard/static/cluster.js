@@ -4,6 +4,7 @@ import {$, clock, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
+const TURNS = {awake: "●", switching: "◌", asleep: "◐", on_disk: "○"};
 const CIRCUITS = {open: "is kept from work", half_open: "is kept from work, and tried", suspected: "should get no work, and does, since no more of its role can be spared"};
 const cards = new Map();
 const columns = {};
@@ -25,6 +26,7 @@ export function show(state) {
   setFacts(columns.gateway.querySelector("dl"), facts);
   showTroubles(state.troubles);
   showBottlenecks(state.bottlenecks);
+  showTurns(state.turns);
   showDecisions(state.decisions);
   const seen = new Set();
   for (const role of ["prefill", "decode"]) {
@@ -72,6 +74,21 @@ function showBottlenecks(bottlenecks) {
     say(list.children[index].firstChild, `⧗ ${one.model} is held back: ${what}`);
     say(list.children[index].lastChild, `${gains.join("; ") || "more workers would bring nothing"} (since ${new Date(one.since_unix_s * 1000).toLocaleString()})`);
   });
+}
+
+// Models that share workers: how near each is to being served, which workers have it, and what a switch takes.
+function showTurns({models, groups, switch_s: times}) {
+  const names = Object.keys(models);
+  $("turns-box").hidden = names.length === 0;
+  const list = $("turns");
+  if (list.children.length !== names.length) list.replaceChildren(...names.map(() => make("li", {}, make("p"), make("p", {class: "note"}))));
+  names.forEach((name, index) => {
+    const at = groups.filter((group) => group.model === name).map((group) => `${group.group} ${group.state} for ${time(group.for_s)}`);
+    say(list.children[index].firstChild, `${TURNS[models[name]] ?? "?"} ${name}: ${models[name].replace("_", " ")}`);
+    say(list.children[index].lastChild, at.join(", "));
+  });
+  const taken = [["asleep", "memory"], ["disk", "disk"]].filter(([where]) => where in times).map(([where, words]) => `${time(times[where])} from ${words}`);
+  say($("turns-note"), taken.length ? `A switch takes ${taken.join(" and ")}.` : "No switch was measured yet.");
 }
 
 // The autoscaler's last decisions, each with its reason.

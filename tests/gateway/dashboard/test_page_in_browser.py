@@ -8,6 +8,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.access.keys import digest_of_key, new_key
+from gateway.requests.turns import GroupState, ModelTurns, TurnsState
 from protos import cluster_pb2
 from services.cluster.decision_board import DecisionBoard, ShownDecision
 from tests.browser import DESKTOP, PALE, PHONE, TIMEOUT_MS, UNNAMED, Watched, browser_page
@@ -41,6 +42,11 @@ async def system(make_system: Any, pair: Any) -> Any:
     return system
 
 
+TURNS = TurnsState(
+    {"chat": "on_disk", "code": "switching"}, [GroupState("group-0", "code", "switching", 2.0)], {"disk": 1.5}
+)
+
+
 async def open_page(watched: Watched, system: Any) -> Any:
     await watched.page.goto(f"{system.base_url}/dashboard")
     await expect(watched.page.locator("#link")).to_have_text("live")
@@ -54,9 +60,15 @@ def check_clean(watched: Watched, system: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-async def test_clicking_through(system: Any, size: tuple[int, int]) -> None:
+async def test_clicking_through(system: Any, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     async with browser_page(size) as watched:
         page = await open_page(watched, system)
+        await expect(page.locator("#turns-box")).to_be_hidden()
+        monkeypatch.setattr(ModelTurns, "state", TURNS)
+        await expect(page.locator("#turns")).to_contain_text("◌ code: switching")
+        await expect(page.locator("#turns")).to_contain_text("group-0 switching for 2 s")
+        await expect(page.locator("#turns")).to_contain_text("○ chat: on disk")
+        await expect(page.locator("#turns-note")).to_have_text("A switch takes 1.5 s from disk.")
         await watched.shot(f"page-{size[0]}", full=True)
         assert not await watched.is_too_wide()
 

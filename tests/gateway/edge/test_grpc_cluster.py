@@ -10,10 +10,12 @@ import pytest
 from gateway.access.door import FrontDoor
 from gateway.access.keys import digest_of_key, new_key
 from gateway.edge.grpc_cluster import ClusterService
+from gateway.requests.turns import GroupState, TurnsState
 from gateway.topology.troubles import Troubles
 from services.runtime import rpc
 from services.runtime.errors import PermissionDenied, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles
+from services.scheduling.pools import Pool, Pools
 from tests.certificates import Authority
 
 ADMIN, USER = new_key(), new_key()
@@ -49,6 +51,24 @@ def check(asked: FrontDoor, *, role: str | None = None, key: str | None = None) 
     nothing = cast(Any, None)
     service = ClusterService(nothing, nothing, door=asked, troubles=Troubles(), placements=nothing)
     service._check_operator(cast(Any, context))
+
+
+def test_pools_and_models_by_turns_are_in_the_topology() -> None:
+    turns = TurnsState({"a": "awake", "b": "on_disk"}, [GroupState("a-0", "a", "awake", 2.5)], {"disk": 1.5})
+    requests = SimpleNamespace(num_queued=0, num_running=0, prefill_choice="auto", turns=SimpleNamespace(state=turns))
+    pools = Pools([Pool("slow", ("batch", "low"), 5, "strict")])
+    topology = SimpleNamespace(members=list, presence=SimpleNamespace(gone=()), pools=pools)
+    nothing = cast(Any, None)
+    service = ClusterService(
+        cast(Any, requests), cast(Any, topology), door=nothing, troubles=Troubles(), placements=nothing
+    )
+    shown = service._snapshot()
+    (pool,) = shown.pools
+    assert (pool.name, list(pool.classes), pool.min_prompt_tokens, pool.rule) == ("slow", ["batch", "low"], 5, "strict")
+    assert dict(shown.turns.models) == {"a": "awake", "b": "on_disk"}
+    (group,) = shown.turns.groups
+    assert (group.group, group.model, group.state, group.for_s) == ("a-0", "a", "awake", 2.5)
+    assert dict(shown.turns.switch_s) == {"disk": 1.5}
 
 
 def test_without_keys_and_ca_everybody_is_an_operator(files: TlsFiles) -> None:

@@ -52,9 +52,10 @@ def test_who_waits_longest_is_next_and_what_has_failed_rests() -> None:
 
 def test_times_are_kept_apart_by_where_the_weights_were() -> None:
     times = SwitchTimes()
-    assert times.usual_s(is_asleep=True) == UNMEASURED_S
+    assert (times.usual_s(is_asleep=True), times.measured_s) == (UNMEASURED_S, {})
     times.note(8.0, was_asleep=False)
     assert times.usual_s(is_asleep=True) == 8.0, "better than nothing"
+    assert times.measured_s == {"disk": 8.0}
     times.note(1.0, was_asleep=True)
     assert (times.usual_s(is_asleep=True), times.usual_s(is_asleep=False)) == (1.0, 8.0)
     times.note(2.0, was_asleep=True)
