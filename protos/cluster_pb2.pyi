@@ -735,6 +735,8 @@ class Location(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     BEGAN_UNIX_S_FIELD_NUMBER: _builtins.int
+    PREFILL_REGION_FIELD_NUMBER: _builtins.int
+    DECODE_REGION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """queued, admitted, prefilling, transferring, decoding, finished, failed or cancelled."""
     attempt: _builtins.int
@@ -747,6 +749,10 @@ class Location(_message.Message):
     """Id of the worker that generates its answer. Empty: none is chosen yet."""
     began_unix_s: _builtins.float
     """When it began, in seconds since 1970."""
+    prefill_region: _builtins.str
+    """Where `prefill_worker` runs. Empty: not known here, or in no region."""
+    decode_region: _builtins.str
+    """Where `decode_worker` runs, likewise."""
     def __init__(
         self,
         *,
@@ -756,10 +762,12 @@ class Location(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         began_unix_s: _builtins.float = ...,
+        prefill_region: _builtins.str = ...,
+        decode_region: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "began_unix_s", b"began_unix_s", "decode_worker", b"decode_worker", "gateway", b"gateway", "prefill_worker", b"prefill_worker", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "began_unix_s", b"began_unix_s", "decode_region", b"decode_region", "decode_worker", b"decode_worker", "gateway", b"gateway", "prefill_region", b"prefill_region", "prefill_worker", b"prefill_worker", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -259,6 +259,7 @@ def topology_of(message: cluster_pb2.Topology) -> Topology:
             Trouble(one.kind, one.subject, one.cause, one.remedy, one.since_unix_s) for one in message.troubles
         ),
         gone=tuple(map(_gone, message.gone)),
+        pools=tuple(pool.name for pool in message.pools),
     )
 
 
@@ -295,4 +296,6 @@ def _worker(message: cluster_pb2.Worker) -> Worker:
         pipeline_parallel=message.pipeline_parallel,
         left_out=message.left_out,
         identity=message.identity,
+        region=message.region,
+        pool=message.pool,
     )

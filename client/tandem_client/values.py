@@ -345,6 +345,10 @@ class Worker:
     """Why it gets no work; empty: it may have work."""
     identity: str = ""
     """All that decides its tokens beside the request; empty: unknown."""
+    region: str = ""
+    """Where it runs; empty: in no region."""
+    pool: str = ""
+    """The pool that it belongs to; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +389,5 @@ class Topology:
     running: int
     troubles: tuple[Trouble, ...] = ()
     gone: tuple[GoneWorker, ...] = ()
+    pools: tuple[str, ...] = ()
+    """Names of the pools into which workers are divided, in the order in which they are tried."""

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from gateway.access.door import FrontDoor
 from gateway.edge.grpc_context import Context, authenticate
-from gateway.edge.pages import located
+from gateway.edge.pages import located, region_of
 from gateway.requests.lifecycle import Requests
 from gateway.requests.turns import TurnsState
 from gateway.topology.member import Member
@@ -112,6 +112,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             prefill_worker=placement.prefill_worker,
             decode_worker=placement.decode_worker,
             began_unix_s=placement.began_unix_ns / 1e9,
+            prefill_region=region_of(self._topology, placement.prefill_worker),
+            decode_region=region_of(self._topology, placement.decode_worker),
         )
 
     def _check_operator(self, context: Context) -> str:

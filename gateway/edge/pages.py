@@ -124,16 +124,11 @@ class ClusterPage:
             "prefill_worker": placement.prefill_worker,
             "decode_worker": placement.decode_worker,
             "regions": {
-                "prefill": self._region_of(placement.prefill_worker),
-                "decode": self._region_of(placement.decode_worker),
+                "prefill": region_of(self._topology, placement.prefill_worker),
+                "decode": region_of(self._topology, placement.decode_worker),
             },
             "began_unix_s": placement.began_unix_ns / 1e9,
         }
-
-    def _region_of(self, worker_id: str) -> str:
-        """Returns where a worker runs; empty where it is not known, or in no region."""
-        member = self._topology.member(worker_id)
-        return "" if member is None else member.record.region
 
     def document(self) -> dict[str, Any]:
         """Returns the page as a JSON object."""
@@ -234,6 +229,12 @@ async def located(placements: PlacementWriter, request_id: str) -> Placement:
     if placement is None:
         raise NotFound(f"no request {name} runs, and none has ended within the last minute", code="request_not_found")
     return placement
+
+
+def region_of(topology: Topology, worker_id: str) -> str:
+    """Returns where a worker runs; empty where it is not known, or in no region."""
+    member = topology.member(worker_id)
+    return "" if member is None else member.record.region
 
 
 def json_response(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

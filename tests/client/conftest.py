@@ -260,9 +260,12 @@ def topology() -> Any:
                 state=cluster_pb2.WORKER_STATE_READY,
                 pages=cluster_pb2.PageCounts(total=8, free=5, cached=1, used=2),
                 gpu=cluster_pb2.GpuHealth(state=cluster_pb2.GPU_STATE_OUT, weight=0.5, reasons=["too_hot"]),
+                region="eu",
+                pool="slow",
             )
         ],
         requests=cluster_pb2.RequestCounts(queued=3, running=4),
+        pools=[cluster_pb2.Pool(name="slow"), cluster_pb2.Pool(name="long")],
         troubles=[cluster_pb2.Trouble(kind="gone", subject="d-1", cause="why", remedy="what", since_unix_s=2.0)],
         gone=[cluster_pb2.GoneWorker(id="d-1", role=cluster_pb2.WORKER_ROLE_DECODE, address="d:1", since_unix_s=1.0)],
     )

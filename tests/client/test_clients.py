@@ -242,6 +242,7 @@ async def test_the_other_calls(gateway: FakeGateway, connect: Connect, topology:
     assert (worker.id, worker.role, worker.state, worker.pages.used) == ("decode-0", "decode", "ready", 2)
     assert (worker.gpu.state, worker.gpu.reasons, seen.queued, seen.running) == ("out", ("too_hot",), 3, 4)
     assert seen.troubles == (Trouble("gone", "d-1", "why", "what", 2.0),)
+    assert (seen.pools, seen.workers[0].pool, seen.workers[0].region) == (("slow", "long"), "slow", "eu")
     assert seen.gone == (GoneWorker("d-1", "decode", "", "", "d:1", 1.0),)
     assert await client.drain("decode-0") == "draining"
     assert gateway.calls[0].request == inference_pb2.TokenizeRequest(model="m", text="ab", without_special_tokens=True)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
-from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 
 SECRETS = {tenant: f"tandem-{tenant}-0123456789" for tenant in ("free", "held", "both")}
 RULES = {"held": ("eu",), "both": ("eu", "us")}
@@ -337,6 +337,12 @@ async def test_where_a_request_is_and_which_regions_workers_have_is_told(make_sy
             found = answer.json() if answer.status_code == 200 else {}
             await asyncio.sleep(0.02)
     assert found["regions"] == {"prefill": "", "decode": "eu"}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        place = await stub.Locate(cluster_pb2.LocateRequest(request_id="r-2"), timeout=30)
+        topology = await stub.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=30)
+    assert (place.prefill_region, place.decode_region) == ("", "eu")
+    assert {worker.id: worker.region for worker in topology.workers} == {"decode-eu": "eu", "decode-us": "us"}
     eu.gate.set()
     assert (await asked).status_code == 200
     workers = (await system.http.get("/cluster")).json()["workers"]
