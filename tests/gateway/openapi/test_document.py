@@ -14,6 +14,7 @@ import pytest
 
 from gateway import limits as validation
 from gateway.access.keys import digest_of_key, new_key
+from gateway.dashboard.feed import _Watcher
 from gateway.http.bodies import Bodies
 from gateway.openai.shapes import SAMPLING
 from gateway.openapi.answers import Error
@@ -368,7 +369,23 @@ async def run_schemathesis(system: Any, folder: Path, *flags: str) -> dict[str, 
     return told["valid_rates"]
 
 
-async def test_schemathesis_finds_nothing(system, tmp_path):
+@pytest.fixture
+def brief_updates(monkeypatch):
+    """The dashboard's updates end after the first one: schemathesis waits 10 s for the end of an answer."""
+    next_update = _Watcher.next
+
+    async def first_update(watcher):
+        update, watcher.next = await next_update(watcher), end
+        return update
+
+    async def end():
+        return None
+
+    monkeypatch.setattr(_Watcher, "next", first_update)
+
+
+@pytest.mark.timeout(600)
+async def test_schemathesis_finds_nothing(system, brief_updates, tmp_path):
     rates = await run_schemathesis(system, tmp_path, "--generation-deterministic", "--max-examples", "3")
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         accepted = [phase["accepted"] for phase in rates[f"POST {path}"].values()]
@@ -379,7 +396,7 @@ async def test_schemathesis_finds_nothing(system, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_schemathesis_finds_nothing_in_the_long_run(system, tmp_path, seed):
+async def test_schemathesis_finds_nothing_in_the_long_run(system, brief_updates, tmp_path, seed):
     await run_schemathesis(
         system, tmp_path, "--continue-on-failure", "--seed", str(seed), "--max-examples", "1000", "--max-time", "300"
     )
