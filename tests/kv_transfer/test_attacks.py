@@ -32,7 +32,7 @@ PAGE_BYTES = 4096
 SLOT_BYTES = 20_000
 DAMAGED_FRAME = 1
 # Long enough for a busy machine, short enough to wait for where a frame that never comes is the damage.
-TIMEOUTS = Timeouts(stall_s=2.5)
+TIMEOUTS = Timeouts(connect_s=30.0, stall_s=2.5)
 HEADERS = {"shm": struct.Struct("<QIQ16s"), "tcp": struct.Struct("<QQ16s")}
 FAILURES = (TransferFailed, WorkerUnavailable)
 
