@@ -8,6 +8,7 @@ from prefill_worker.embeddings import EmbeddingWish
 from prefill_worker.kept import Kept
 from protos import worker_pb2
 from services.engine.steps.sequence import Grammar
+from services.engine.steps.step import NonFiniteLogits
 from services.runtime.errors import RequestCancelled, TandemError
 from worker.engine import ComputedChunk, PrefillReport
 from worker.engine_worker import EngineAttempt
@@ -73,6 +74,14 @@ class PrefillAttempt(EngineAttempt):
     def reports_prompt(self) -> bool:
         """Whether the prompt's tokens are reported, so that it is computed in the background."""
         return self.spec.sampling.prompt_logprobs is not None and not self.spec.emitted_token_ids
+
+    async def next_chunk(self) -> ComputedChunk:
+        """Returns what the next step computes of the prompt, which is then in its spans. Raises NonFiniteLogits."""
+        report, chunk = await self.chunks.get()
+        self.spans.chunk(report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens)
+        if isinstance(chunk.outcome, NonFiniteLogits):
+            raise chunk.outcome
+        return chunk
 
     def note_chunk(self, report: PrefillReport, chunk: ComputedChunk) -> None:
         """Notes what a step computed of the prompt."""

@@ -1,19 +1,16 @@
 """What becomes of the hidden states of a prompt that is embedded: its vector, with which the attempt ends."""
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from protos import worker_pb2
 from services.engine.steps.sequence import Pooling
-from services.engine.steps.step import NonFiniteLogits, PooledState
+from services.engine.steps.step import PooledState
 from services.runtime.errors import InvalidRequest, NotOffered
-from worker.engine import ComputedChunk, PrefillReport
+from worker.engine import ComputedChunk
 
-Chunks: TypeAlias = "asyncio.Queue[tuple[PrefillReport, ComputedChunk]]"
-"""What the steps compute of a prompt, as it is reported."""
 _POOLINGS: dict[int, Pooling] = {worker_pb2.POOLING_LAST: "last", worker_pb2.POOLING_MEAN: "mean"}
 
 
@@ -35,18 +32,15 @@ class EmbeddingWish:
             raise InvalidRequest("pooling must be that of the last token or the mean", field="pooling")
         return cls(pooling, message.dimensions, message.is_normalized)
 
-    async def vector_of(self, chunks: "Chunks", *, num_tokens: int) -> bytes:
+    async def vector_of(self, next_chunk: Callable[[], Awaitable[ComputedChunk]], *, num_tokens: int) -> bytes:
         """Waits for the last chunk of a prompt of `num_tokens`; returns its embedding, as `vector`.
 
         Raises NonFiniteLogits, and InvalidRequest as `vector` does.
         """
-        while True:
-            _, chunk = await chunks.get()
-            if isinstance(chunk.outcome, NonFiniteLogits):
-                raise chunk.outcome
-            if chunk.is_last:
-                assert isinstance(chunk.outcome, PooledState), "the last chunk of such a prompt is pooled"
-                return self.vector(chunk.outcome.state, num_tokens=num_tokens)
+        while not (chunk := await next_chunk()).is_last:
+            pass
+        assert isinstance(chunk.outcome, PooledState), "the last chunk of such a prompt is pooled"
+        return self.vector(chunk.outcome.state, num_tokens=num_tokens)
 
     def vector(self, pooled: np.ndarray, *, num_tokens: int) -> bytes:
         """Returns the embedding, little-endian float32, of what was pooled of a prompt of `num_tokens`, [hidden].

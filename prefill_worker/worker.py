@@ -38,7 +38,7 @@ from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.cache.pool import num_pages_for
 from services.engine.steps.sequence import Grammar, Sampling
-from services.engine.steps.step import NonFiniteLogits, SampledToken
+from services.engine.steps.step import SampledToken
 from services.runtime.errors import RequestCancelled, TandemError, TransferFailed
 from services.runtime.logs import request_fields
 from services.scheduling.speedometer import numbers
@@ -147,7 +147,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         wish = EmbeddingWish.read(message, is_offered=self.facts.embeds)
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
         self._check(spec, num_new_tokens=0)
-        attempt = PrefillAttempt(spec, session, AttemptSpans(None), "", "", self._clock.monotonic(), embedding=wish)
+        spans = AttemptSpans.of(spec, message.span_clock, received_unix_ns=self._clock.unix_ns())
+        attempt = PrefillAttempt(spec, session, spans, "", "", self._clock.monotonic(), embedding=wish)
         self._take(attempt)
 
     def _take(self, attempt: PrefillAttempt) -> None:
@@ -239,7 +240,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     async def _embed(self, attempt: PrefillAttempt, wish: EmbeddingWish) -> None:
         await attempt.has_turn.wait()
         await self._begin(attempt)
-        vector = await wish.vector_of(attempt.chunks, num_tokens=attempt.num_tokens)
+        vector = await wish.vector_of(attempt.next_chunk, num_tokens=attempt.num_tokens)
         self.emit(attempt, worker_pb2.Embedded(vector=vector))
         attempt.end("embedded", None)
 
@@ -278,12 +279,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         if prefix.page_ids:
             self._send(attempt, transfer, 0, prefix.page_ids)
         while True:
-            report, chunk = await attempt.chunks.get()
-            attempt.spans.chunk(
-                report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens
-            )
-            if isinstance(chunk.outcome, NonFiniteLogits):
-                raise chunk.outcome
+            chunk = await attempt.next_chunk()
             if isinstance(chunk.outcome, SampledToken):
                 self.emit(attempt, tokens_message(0, chunk.outcome))
             if chunk.page_ids:

@@ -655,6 +655,7 @@ class Embed(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     IS_NORMALIZED_FIELD_NUMBER: _builtins.int
+    SPAN_CLOCK_FIELD_NUMBER: _builtins.int
     pooling: Global___Pooling.ValueType
     """Which hidden states make the vector."""
     dimensions: _builtins.int
@@ -665,6 +666,10 @@ class Embed(_message.Message):
     def sequence(self) -> Global___SequenceSpec:
         """What to compute."""
 
+    @_builtins.property
+    def span_clock(self) -> Global___SpanClock:
+        """Absent: the attempt is not sampled, or nothing is known of the worker's clock."""
+
     def __init__(
         self,
         *,
@@ -672,10 +677,11 @@ class Embed(_message.Message):
         pooling: Global___Pooling.ValueType = ...,
         dimensions: _builtins.int = ...,
         is_normalized: _builtins.bool = ...,
+        span_clock: Global___SpanClock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "is_normalized", b"is_normalized", "pooling", b"pooling", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "is_normalized", b"is_normalized", "pooling", b"pooling", "sequence", b"sequence", "span_clock", b"span_clock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

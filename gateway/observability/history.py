@@ -300,6 +300,8 @@ class Row(msgspec.Struct, kw_only=True, gc=False):
     service_class: str = ""
     tenant: str = ""
     fallback: str = ""
+    operation: str = ""
+    """What was asked for: chat, text_completion or embeddings."""
     outcome: str
     code: str = ""
     finish_reason: str = ""
@@ -353,7 +355,7 @@ class _Kept(NamedTuple):
         row = self.row
         return (
             f"{row.request_id}\n{row.trace_id}\n{row.model}\n{row.tenant}\n{row.service_class}\n{row.outcome}\n"
-            f"{row.code}\n{row.workers}\n{row.field}\n{row.limit}"
+            f"{row.code}\n{row.operation}\n{row.workers}\n{row.field}\n{row.limit}"
         ).lower()
 
 

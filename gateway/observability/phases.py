@@ -114,6 +114,8 @@ class AnswerSpans:
         self.first_token_s: float | None = None
         self.predicted_ttft_s: float | None = None
         self.second_token_s: float | None = None
+        self.said_of_request: dict[str, Value] = {}
+        """What the request's own span says beside."""
         self.predicted_second_s: float | None = None
         self._request = request
         self._predicted_itl_s = 0.0
@@ -144,6 +146,13 @@ class AnswerSpans:
         self._predicted_transfer_s = transfer_s if isinstance(transfer_s, float) else None
         phase = self._begin("prefill", attempt, now_s)
         phase.route, phase.predicted_s = route, route.predicted_ttft_s
+
+    def computes(self, attempt: AttemptFacts, attributes: Mapping[str, Value]) -> None:
+        """Notes that workers have begun with its prompts, of which nothing is decoded."""
+        now_s = self._request.now_s()
+        self._leave(now_s, 0)
+        self.was_placed = True
+        self._begin("prefill", attempt, now_s).attributes |= attributes
 
     def goes_on(self, name: str, attempt: AttemptFacts, *, num_tokens: int, num_new: int = 0) -> None:
         """Notes that it enters the phase `kv_transfer` or `decode`.

@@ -146,6 +146,8 @@ class CallFacts(NamedTuple):
     tenant: str
     fallback: str = ""
     answers: tuple[str, ...] = ()
+    operation: str = ""
+    """What was asked for, as the conventions for traces call it."""
 
 
 NOBODY = CallFacts("", "", "", "", "")
@@ -386,6 +388,7 @@ def _row(facts: CallFacts, outcome: Outcome) -> Row:
         service_class=facts.service_class[:MAX_NAME_CHARS],
         tenant=facts.tenant[:MAX_NAME_CHARS],
         fallback=facts.fallback,
+        operation=facts.operation,
         answers=len(facts.answers),
         outcome=outcome,
     )
@@ -432,7 +435,7 @@ def _sum_up(
 def _fields(row: Row) -> dict[str, Any]:
     """Returns what the line of a request says."""
     fields: dict[str, Any] = {name: getattr(row, name) for name in ("request_id", "model", "service_class", "tenant")}
-    for name in ("trace_id", "fallback", "field", "rule", "limit"):
+    for name in ("trace_id", "operation", "fallback", "field", "rule", "limit"):
         if said := getattr(row, name):
             fields[name] = said
     if address := CLIENT_ADDRESS.get():

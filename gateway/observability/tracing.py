@@ -230,7 +230,7 @@ class RequestSpans:
         if last is not None:
             last.phases[-1].end_s = ended_s  # what is left of the request is the sending of this one's end
             phases = [phase for answer in self._answers if answer.choice == last.choice for phase in answer.phases]
-            described = {**described, **times_of(phases), **self._predictions(last)}
+            described = {**described, **times_of(phases), **self._predictions(last), **last.said_of_request}
         if self.origin is not None:
             has_token = any(answer.first_token_s is not None for answer in self._answers)
             described = {**described, **self.origin.describe(error, has_token=has_token)}

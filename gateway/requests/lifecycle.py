@@ -387,7 +387,7 @@ class Requests:
         except InvalidRequest:
             model = ""
         name = model or call.model or ""
-        facts = CallFacts("", call.traceparent, name, call.service_class, call.tenant)
+        facts = CallFacts("", call.traceparent, name, call.service_class, call.tenant, operation=call.operation)
         self.log.note_refusal(error, request_id=refused_id(call.request_id), facts=facts, arrived_s=arrived_s)
         if telemetry.is_on():
             parent = telemetry.extract(call.traceparent, call.tracestate)
@@ -410,4 +410,5 @@ def _facts(accepted: AcceptedCall) -> CallFacts:
         first.facts.tenant,
         accepted.fallback,
         tuple(spec.request_id for spec in accepted.specs),
+        first.facts.operation,
     )

@@ -475,6 +475,7 @@ class PrefillSession(WorkerSession):
         """Has the prompt computed; Embedded follows. The attempt is open."""
         command = worker_pb2.PrefillCommand()
         write_vector_order(order, command.embed)
+        self._tell_clock(order, command.embed.span_clock)
         self._send_order(order, command.embed.sequence, command)
 
     def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:

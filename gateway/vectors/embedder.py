@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from gateway.models.embedding import EmbeddingRule
 from gateway.observability.metrics import Metrics
+from gateway.observability.phases import AttemptFacts
 from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
 from gateway.requests.failover import TRY_AGAIN, reason_of
@@ -29,6 +30,7 @@ from gateway.topology.events import (
     Embedded,
     Event,
     Failed,
+    Heard,
     PrefillStarted,
     SequenceOrder,
     VectorOrder,
@@ -47,6 +49,7 @@ from services.runtime.errors import (
     TandemError,
     WorkerUnavailable,
 )
+from services.runtime.telemetry import TraceContext, Value
 from services.scheduling.entry import ServiceClass
 
 OPERATION = "embeddings"
@@ -54,6 +57,9 @@ MAX_VECTOR_BYTES = 16 * 2**20
 """The most for all vectors of a call together: in JSON they take five times as much."""
 MAX_AT_ONCE = 64
 """Texts of one call that wait for workers or are with them."""
+
+MAX_TRACED_TEXTS = 32
+"""Texts of a call whose steps workers record in a trace."""
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +150,11 @@ class Embedder:
                 async with asyncio.timeout(max(0.0, first.deadline.remaining_s())):
                     choice = self._choice(first)
                     lane = self._queues[first.model].lane(choice.lane)
-                    most = lane.queue.max_waiting - len(lane.queue)
-                    await self._waking.until_awake(first, self._patience(first), max_waiting=most)
+                    if self._waking.is_asleep(first.model):
+                        if not choice.may_come:
+                            raise choice.why_none()
+                        most = lane.queue.max_waiting - len(lane.queue)
+                        await self._waking.until_awake(first, self._patience(first), max_waiting=most)
                     lane.check(choice.entry())
                     return EmbeddedTexts(await all_of([vector(spec) for spec in accepted.specs]), texts.num_tokens)
             except TimeoutError:
@@ -162,7 +171,7 @@ class Embedder:
             number += 1
             async with self._suspects.trial(strikes):
                 with await self._place(spec, tried, was_refused=was_refused) as place:
-                    texts.note_placed(place.session)
+                    texts.note_placed(place.session, order)
                     try:
                         return await self._ask(place.session, spec, number, order=order, texts=texts)
                     except Overloaded:
@@ -205,7 +214,7 @@ class Embedder:
             session = places.best(kept)
             if session is None:
                 lane.note_waiting(is_for_room=True)
-                return not places.may_come or self._waking.may_wake(spec.model)
+                return not places.may_come or self._waking.is_asleep(spec.model)
             taken.append(Place(session, places.prompt, ahead=self._ahead, on_leave=left))
             lane.note_started(entry)
             return True
@@ -227,7 +236,7 @@ class Embedder:
                             raise Overloaded(
                                 "no prefill worker had room in time", retry_after_s=NO_WORKER_RETRY_S, reason="wait"
                             )
-                if not taken and not self._waking.may_wake(spec.model):
+                if not taken and not self._waking.is_asleep(spec.model):
                     raise places.why_none()
             return taken.pop()
         except BaseException:
@@ -242,7 +251,7 @@ class Embedder:
         """Returns the vector that a worker gives. Raises the error of its refusal or failure."""
         key = AttemptKey(spec.request_id, number)
         facts = spec.facts
-        asked = _Asked(texts)
+        asked, trace = _Asked(texts), texts.trace_of(spec)
         session.open(key, asked)
         self._asked.add(asked)
         try:
@@ -254,7 +263,7 @@ class Embedder:
                     sampling=spec.sampling,
                     eos_token_ids=(),
                     deadline=spec.deadline,
-                    trace=None,
+                    trace=trace,
                     cache_salt=facts.sharers,
                     service_class=ServiceClass.from_name(facts.service_class),
                     adapter=facts.adapter,
@@ -267,7 +276,7 @@ class Embedder:
             if asked.has_ended:
                 session.close(key)
             else:
-                session.cancel(key)
+                session.cancel(key, asked.heard if trace is not None and trace.is_sampled else None)
         if len(vector) != 4 * order.num_dimensions or not math.isfinite(sum(array("f", vector))):
             raise WorkerUnavailable("a worker gave a vector that cannot be one")
         return vector
@@ -280,11 +289,13 @@ class _Asked:
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.has_ended = False
         """Whether the worker holds nothing of it."""
+        self.heard = Heard(prefill=False, decode=False)
         self._texts = texts
 
     def deliver(self, session: WorkerSession, event: Event) -> None:
         """Takes one event; a prefill worker has no reason to send others here."""
         if isinstance(event, PrefillStarted):
+            self.heard = Heard(prefill=True, decode=False)
             self._texts.num_cached_tokens += event.num_cached_tokens
         elif isinstance(event, Declined | Failed):
             self.has_ended = True
@@ -315,6 +326,8 @@ class _Texts:
         self._metrics = metrics
         self._figures = metrics.of(first.model, first.facts.service_class)
         self._specs = accepted.specs
+        self._spans = first.span.answer(first.choice, first.model)
+        self._context: TraceContext | None = None
         self._trace = requests.log.trace(
             first.request_id,
             arrived_s=first.arrived_s,
@@ -322,7 +335,7 @@ class _Texts:
             tenant=first.facts.tenant,
         )
 
-    def note_placed(self, session: PrefillSession) -> None:
+    def note_placed(self, session: PrefillSession, order: VectorOrder) -> None:
         """Notes that a worker computes one of the texts."""
         trace, worker_id = self._trace, session.peer.worker_id
         self._metrics.note_sent("prefill", worker_id)
@@ -331,12 +344,31 @@ class _Texts:
         if trace.phase == "queue":
             self._figures.queue_s.observe(self._log.now_s() - self._specs[0].arrived_s)
             trace.enter("prefill", self._log.now_s())
+            self._begin_spans(worker_id, order)
+
+    def trace_of(self, spec: AnswerSpec) -> TraceContext | None:
+        """Returns the context under which a worker records what it does for a text; None: it records nothing."""
+        return self._context if spec.choice < MAX_TRACED_TEXTS else None
 
     def note_failure(self, failure: TandemError, spec: AnswerSpec, number: int) -> None:
         """Notes that an attempt has failed."""
         self._metrics.retries.inc()
         found = {"request_id": spec.request_id, "attempt": number, "reason": failure.message}
         logger.warning("attempt failed", extra=found)
+        if self._spans is not None:
+            self._spans.has_failed = True
+            said: dict[str, Value] = {"tandem.choice": spec.choice, "tandem.attempt": number}
+            spec.span.add_event("retry", {**said, "tandem.reason": reason_of(failure)})
+        if self._context is not None:
+            self._context = self._context._replace(is_sampled=True)
+
+    def _begin_spans(self, worker_id: str, order: VectorOrder) -> None:
+        if self._spans is None:
+            return
+        self._context = self._specs[0].span.for_attempt()
+        facts = AttemptFacts(1, self._context, self.num_tokens, 0, "", is_move=False, prefill_worker=worker_id)
+        self._spans.computes(facts, {"tandem.texts": len(self._specs)})
+        self._spans.said_of_request = {"gen_ai.embeddings.dimension.count": order.num_dimensions}
 
     def __enter__(self) -> None:
         """Nothing is told before a worker has a text."""
@@ -350,6 +382,8 @@ class _Texts:
             figures.prompt_tokens.value += len(spec.prompt_token_ids)
         num_cached = min(self.num_cached_tokens, self.num_tokens)
         specs[0].totals.add(completion_tokens=0, new_tokens=0, cached_tokens=num_cached, finish_reason=reason)
+        if self._spans is not None:
+            self._spans.end(error, num_tokens=0)
         if error is None:
             self._trace.story.first_token_us = self._trace.us(now_s)
         self._trace.end(

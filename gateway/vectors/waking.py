@@ -38,17 +38,17 @@ class Waking:
         finally:
             del self._wanted[spec.request_id]
 
-    def may_wake(self, model: str) -> bool:
-        """Returns whether the model sleeps now and known workers take turns with it."""
-        return self._turns.is_asleep(model) and self._turns.takes_turns(model)
+    def is_asleep(self, model: str) -> bool:
+        """Returns whether the model shares workers, and none of them serves it now."""
+        return self._turns.is_asleep(model)
 
     async def until_awake(self, spec: AnswerSpec, patience: Deadline, *, max_waiting: float = math.inf) -> None:
-        """Waits while the model may wake. Raises DeadlineExceeded, and WorkerUnavailable with the time of a switch.
+        """Waits until the model is awake. Raises DeadlineExceeded, and WorkerUnavailable with the time of a switch.
 
         That is also the error where `max_waiting` wait already.
         """
         model = spec.model
-        if not self.may_wake(model):
+        if not self.is_asleep(model):
             return
         if self._waiting[model] >= max_waiting:
             raise self._turns.not_awake(model)
@@ -58,7 +58,7 @@ class Waking:
         try:
             with self._topology.watched(nudge.set):
                 async with asyncio.timeout(patience.remaining_s()):
-                    while self.may_wake(model):
+                    while self.is_asleep(model):
                         if self._end is not None:
                             raise self._end.again()
                         await nudge.wait()

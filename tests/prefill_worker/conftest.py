@@ -112,13 +112,20 @@ class Gateway:
         self._commands.put_nowait(worker_pb2.PrefillCommand(prefill=message))
 
     def embed(
-        self, request_id: str, prompt: list[int], *, pooling: Any = worker_pb2.POOLING_LAST, dimensions: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        pooling: Any = worker_pb2.POOLING_LAST,
+        dimensions: int = 0,
+        traceparent: str = "",
     ) -> None:
         spec = worker_pb2.SequenceSpec(
             id=worker_pb2.AttemptId(request_id=request_id, attempt=1),
             prompt_token_ids=prompt,
             sampling=inference_pb2.SamplingParams(max_tokens=1, temperature=0.0, seed=1),
             deadline_ms=30_000,
+            traceparent=traceparent,
         )
         message = worker_pb2.Embed(sequence=spec, pooling=pooling, dimensions=dimensions, is_normalized=True)
         self._commands.put_nowait(worker_pb2.PrefillCommand(embed=message))

@@ -20,6 +20,7 @@ from services.engine.steps import sequence as sequences
 from services.engine.steps.step import NonFiniteLogits, PooledState, SampledToken
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import InvalidRequest
+from tests.kept_spans import KeptSpans
 from worker.engine import PrefillReport
 
 VARIANT = "qwen3-tied-bias"
@@ -194,6 +195,20 @@ async def test_a_prompt_becomes_a_vector_and_nothing_is_handed_over(make_bench: 
     assert gateway.kinds("r") == ["prefill_started", "embedded"]
     await bench.until_free()
     assert bench.links.transfers == {}
+
+
+async def test_its_steps_are_spans_of_the_call(make_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    bench = make_bench(chunk_tokens=4)
+    gateway = bench.gateway()
+    for name, traceparent in (("untraced", ""), ("r", f"00-{'ab' * 16}-{'cd' * 8}-01")):
+        gateway.embed(name, [len(name), 2, 3, 4, 5, 6, 7], traceparent=traceparent)
+        await gateway.event(name, "embedded")
+    await bench.until_free()
+    assert [span.name for span in spans.spans] == ["prefill.chunk"] * 2
+    assert {span.context.trace_id for span in spans.spans} == {int("ab" * 16, 16)}
+    assert {span.parent_id for span in spans.spans} == {int("cd" * 8, 16)}, "the gateway's span of this call"
+    assert [span.attributes["tandem.start"] for span in spans.spans] == [0, 4]
 
 
 async def test_a_cancelled_one_gives_everything_back(make_bench: Any) -> None:

@@ -67,7 +67,8 @@ def _value(value: Any) -> Any:
 def body_of(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
     """A request: its kind, its route and its body."""
     kind = draw.choices(
-        ["chat", "completion", "several", "bad field", "no model", "too long", "leaves"], [30, 30, 8, 8, 8, 6, 10]
+        ["chat", "completion", "several", "bad field", "no model", "too long", "leaves", "texts"],
+        [25, 25, 8, 8, 8, 6, 10, 10],
     )[0]
     text = " ".join(draw.choices(WORDS, k=draw.choice((3, 20, 200))))
     body: dict[str, Any] = {
@@ -85,6 +86,8 @@ def body_of(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
         body["n"] = 3
     if kind == "leaves":
         body |= {"stream": True, "max_tokens": 300, "ignore_eos": True}
+    if kind == "texts":
+        return kind, "/v1/embeddings", {"model": body["model"], "input": [text] * draw.choice((1, 3, 40))}
     if kind in ("chat", "bad field"):
         return kind, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
     return kind, "/v1/completions", {**body, "prompt": text}
@@ -133,7 +136,7 @@ def main() -> int:
     url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     clients_spans: dict[str, str] = {}
-    with running_cluster("--otlp", url, "--chunk-tokens", "64", decode=2) as cluster:
+    with running_cluster("--otlp", url, "--chunk-tokens", "64", "--embeddings", "on", decode=2) as cluster:
         outcomes = asyncio.run(load(cluster, arguments, clients_spans))
         give_up_s = time.monotonic() + EXPORT_TIMEOUT_S
         while time.monotonic() < give_up_s and time.monotonic() - collector.last_s < QUIET_S:

@@ -137,7 +137,7 @@ function render(found, isFiltered) {
 function listed(request) {
   const name = make("button", {type: "button", class: "link", "data-number": request.number, onclick: () => open(request)}, request.request_id || "(no id)");
   const workers = request.workers.split(" ").filter(Boolean).join(" → ");
-  const whose = [request.model || "–", [request.service_class, request.tenant].filter(Boolean).join(" · ")];
+  const whose = [request.model || "–", [request.operation, request.service_class, request.tenant].filter(Boolean).join(" · ")];
   const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached)` : "";
   return make("tr", {"data-number": request.number},
     make("td", {"data-label": "Ended"}, clock(request.ended_unix_ms)),
@@ -180,7 +180,7 @@ function tell({request, answers}) {
   const facts = [
     ["Outcome", outcome(request)],
     ["Ended", `${clock(request.ended_unix_ms)}${request.finish_reason ? ` by ${request.finish_reason}` : ""}`],
-    ["Model", request.model || "–"], ["Class", request.service_class || "–"], ["Tenant", request.tenant || "–"],
+    ["Model", request.model || "–"], ["Operation", request.operation || "–"], ["Class", request.service_class || "–"], ["Tenant", request.tenant || "–"],
     ["Total", micros(request.total_us)],
   ];
   if (request.answers) facts.push(["Prompt", `${count(request.prompt_tokens)} tokens, ${count(request.cached_tokens)} cached`], ["Answer", `${count(request.generated_tokens)} tokens`]);

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from gateway.topology.events import AttemptKey, Heard, SequenceOrder
+from gateway.topology.events import AttemptKey, Heard, SequenceOrder, VectorOrder
 from gateway.topology.pacing import Pace
-from gateway.topology.session import GATHER_S, DecodeSession, Peer
+from gateway.topology.session import GATHER_S, DecodeSession, Peer, PrefillSession
 from gateway.types import Sampling
 from services.runtime.clock import Deadline
 from services.runtime.telemetry import TraceContext
@@ -80,6 +80,19 @@ async def test_only_a_sampled_attempt_brings_clocks_along(session, is_sampled):
     if is_sampled:
         assert known.span_clock.ahead_ns == 50_000_000
         assert abs(known.span_clock.sent_unix_ns - time.time_ns()) < 60 * 10**9
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+async def test_a_sampled_text_brings_clocks_along(is_sampled):
+    peer = Peer("p-0", "0" * 32, "nowhere")
+    session = PrefillSession(peer, gateway_incarnation="1" * 32, on_change=lambda _: None, pace=Pace())
+    session.is_up = True
+    session.open(AttemptKey("r", 1), None)
+    session._lateness.of(0.05, 0.0)
+    session.embed(given(TraceContext(1, 2, is_sampled), vector=VectorOrder("last", 4, True)))
+    (command,) = session._outgoing
+    assert command.embed.HasField("span_clock") is is_sampled
+    assert command.embed.span_clock.ahead_ns == 50_000_000 * is_sampled
 
 
 async def test_a_cancel_says_what_was_heard_if_there_are_spans(session):

@@ -11,6 +11,7 @@ from gateway.access.keys import digest_of_key, new_key
 from protos import worker_pb2
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from tests.gateway.vectors.conftest import Make
+from tests.kept_spans import KeptSpans, events_of
 
 
 async def post(system: Any, given: Any, **members: Any) -> Any:
@@ -207,6 +208,10 @@ async def test_a_model_that_falls_asleep_with_texts_is_woken_for_the_rest(
     asked = asyncio.ensure_future(post(system, texts, model="a"))
     await system.until(lambda: len(attempts(system)) == 8)
     (tmp_path / "all-0.model").write_text("b")
+    for worker in list(system.workers.values()):
+        await worker.stop()
+    await system.until(lambda: not list(system.gateway.topology.members()), timeout_s=30)
+    assert (await post(system, [5], model="b")).status_code == 503, "nothing is known that could wake it"
     await change_model(system, worker_type, "b", embeds.give_vector)
     await system.until(lambda: (tmp_path / "all-0.model").read_text() == "a")
     assert not asked.done()
@@ -304,6 +309,85 @@ async def test_a_call_has_one_line_and_counts_for_its_model(embeds: Any, make_em
     (counted,) = [line for line in text.splitlines() if line.startswith("tandem_prompt_tokens_total{")]
     assert counted.endswith(" 3.0")
     await system.until(lambda: not system.gateway.requests.num_queued)
+
+
+async def test_a_call_is_in_the_history_under_the_name_that_its_client_gave(embeds: Any, make_embedding: Make) -> None:
+    system = await make_embedding(embeds.give_vector)
+    for name, given in (("mine", [5, 6]), ("wrong", [])):
+        asked = {"json": {"input": given}, "headers": {"x-request-id": name}}
+        assert (await system.http.post("/v1/embeddings", **asked)).headers["x-request-id"] == name
+    for query in ("id=mine", "q=embeddings mine"):
+        (row,) = (await system.http.get(f"/dashboard/requests?{query}")).json()["requests"]
+        assert (row["request_id"], row["operation"], row["outcome"]) == ("mine", "embeddings", "finished")
+
+
+async def test_a_call_is_a_trace_whatever_the_number_of_its_texts(
+    embeds: Any, make_embedding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    system = await make_embedding(embeds.give_vector)
+    answer = await post(system, [[5, number] for number in range(40)], dimensions=2)
+    await system.until(lambda: bool(spans.named("request")), timeout_s=30)
+    request, queue, prefill = spans.one("request"), spans.one("queue"), spans.one("prefill")
+    assert len(spans.spans) == 3
+    assert request.name == "embeddings tiny"
+    told = {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.embeddings.dimension.count": 2,
+        "gen_ai.usage.input_tokens": 80,
+        "gen_ai.response.id": answer.headers["x-request-id"],
+        "http.route": "/v1/embeddings",
+        "http.response.status_code": 200,
+    }
+    assert told.items() <= dict(request.attributes).items()
+    assert (prefill.attributes["tandem.texts"], prefill.attributes["tandem.worker"]) == (40, "prefill-0")
+    assert queue.start_unix_ns == request.start_unix_ns
+    assert queue.end_unix_ns == prefill.start_unix_ns
+    assert prefill.end_unix_ns == request.end_unix_ns
+    named = {attempt.spec.traceparent for attempt in attempts(system)}
+    assert named == {"", f"00-{request.context.trace_id:032x}-{prefill.context.span_id:016x}-01"}
+    assert sum(bool(attempt.spec.traceparent) for attempt in attempts(system)) == 32
+
+
+async def test_a_failure_is_told_by_its_calls_trace_sampled_or_not(
+    embeds: Any, make_embedding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail_once(attempt: Any) -> None:
+        if attempt.key[1] == 1 and len(attempt.spec.prompt_token_ids) == 2:
+            attempt.fail(WorkerUnavailable("broken"))
+        else:
+            await embeds.give_vector(attempt)
+
+    spans = KeptSpans.install(monkeypatch, samples_all=False)
+    system = await make_embedding(fail_once)
+    assert (await post(system, [7])).status_code == 200
+    assert spans.spans == []
+    assert (await post(system, [5, 6])).status_code == 200
+    await system.until(lambda: bool(spans.named("request")), timeout_s=30)
+    ((name, said),) = events_of(spans.one("request"))
+    assert (name, said["tandem.choice"], said["tandem.attempt"]) == ("retry", 0, 1)
+    first, second = attempts(system)[-2:]
+    assert (first.spec.traceparent[-2:], second.spec.traceparent[-2:]) == ("00", "01")
+
+
+async def test_a_worker_is_told_what_was_heard_of_a_text_that_is_given_up(
+    make_embedding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    KeptSpans.install(monkeypatch)
+
+    async def never(attempt: Any) -> None:
+        attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+
+    system = await make_embedding(never)
+    told = []
+    give_up = system.gateway.topology.prefill_session("prefill-0").cancel
+    monkeypatch.setattr(
+        type(system.gateway.topology.prefill_session("prefill-0")),
+        "cancel",
+        lambda self, key, heard=None: (told.append(heard), give_up(key, heard)),
+    )
+    assert (await post(system, [5], request_timeout_ms=500)).status_code == 504
+    assert told == [(True, False)]
 
 
 async def test_a_tenant_pays_for_the_tokens_of_its_texts(embeds: Any, make_embedding: Make, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ class Cluster:
 
     def __init__(self) -> None:
         self.sleeps = True
-        self.knows_workers = True
         self.notes: list[Callable[[], None]] = []
         self.source: Callable[[], Iterable[Any]] = tuple
         self.waking = Waking(self, self)  # type: ignore[arg-type]
@@ -28,9 +27,6 @@ class Cluster:
 
     def is_asleep(self, model: str) -> bool:
         return self.sleeps
-
-    def takes_turns(self, model: str) -> bool:
-        return self.knows_workers
 
     def not_awake(self, model: str) -> WorkerUnavailable:
         return WorkerUnavailable(f"{model} is not awake", retry_after_s=3.0)
@@ -57,15 +53,14 @@ async def cluster() -> Cluster:
     return Cluster()
 
 
-@pytest.mark.parametrize("change", [{"sleeps": False}, {"knows_workers": False}], ids=["awake", "nothing to wake"])
-async def test_a_call_waits_until_its_model_is_awake_or_nothing_could_wake_it(cluster: Cluster, change: Any) -> None:
+async def test_a_call_waits_until_its_model_is_awake(cluster: Cluster) -> None:
     waits = [cluster.wait(), cluster.wait()]
     await asyncio.sleep(0)
     for _ in range(3):
         cluster.tell()
         await asyncio.sleep(0)
     assert not any(wait.done() for wait in waits)
-    cluster.tell(**change)
+    cluster.tell(sleeps=False)
     await asyncio.wait_for(asyncio.gather(*waits), 60)
     await asyncio.wait_for(cluster.wait(), 60)
     assert not cluster.notes
