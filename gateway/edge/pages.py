@@ -223,7 +223,7 @@ def _is_verbose(scope: Scope) -> bool:
 async def located(placements: PlacementWriter, request_id: str) -> Placement:
     """Returns where a request is, by its id or by that of its answer. Raises NotFound or StoreUnavailable."""
     name, placement = request_id[: MAX_NAME_CHARS + 1], None
-    for known in dict.fromkeys((name, re.sub("^(chat)?cmpl-", "", name))):
+    for known in dict.fromkeys((name, re.sub("^((chat)?cmpl-|resp_|msg_)", "", name))):
         if placement is None and len(name) <= MAX_NAME_CHARS:
             placement = await placements.find(known)
     if placement is None:

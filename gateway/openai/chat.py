@@ -111,7 +111,10 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
     enable_thinking: Annotated[bool | None, ENABLE_THINKING] = None
-    reasoning_effort: Annotated[str | None, said("As in `chat_template_kwargs`; `none` asks for nothing.")] = None
+    reasoning_effort: Annotated[
+        str | None,
+        said("As in `chat_template_kwargs`; `none` is `enable_thinking` false, where the template knows that."),
+    ] = None
     reasoning: Annotated[EffortOption | None, said("`effort` is `reasoning_effort`.")] = None
     verbosity: Annotated[str | None, said("As in `chat_template_kwargs`; `medium` asks for nothing.")] = None
     continue_final_message: Annotated[bool | None, CONTINUE] = None
@@ -166,6 +169,8 @@ class ChatRequest(ChoicesRequest, kw_only=True):
                 if words.setdefault(name, value) != checked[name]:
                     raise InvalidRequest(f"{field} is said twice, and differs", field=field, code="invalid_value")
                 fields.setdefault(name, field)
+        if "none" in (self.reasoning_effort, self.reasoning and self.reasoning.effort):
+            words.setdefault("enable_thinking", False)  # not among `fields`: a model that never thinks ignores nothing
         return words, fields
 
     def _num_logprobs(self) -> int | None:

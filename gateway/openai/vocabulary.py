@@ -175,7 +175,7 @@ _BODY: Mapping[str, Word] = {
     "context_management": Harmless("the conversation is used as it was sent"),
     "diagnostics": Harmless("nothing is told of caches but how much was found"),
     "inference_geo": Harmless("requests run where this server is"),
-    "enable_thinking": Refused("use /v1/chat/completions"),
+    "enable_thinking": Refused("use /v1/chat/completions, or chat_template_kwargs of /tokenize and /apply-template"),
     "mcp_servers": Refused("this server runs no tools", ([],)),
     "output_config": Refused(_USE_FORMAT, ({},)),
     "speed": Harmless("there is one speed"),

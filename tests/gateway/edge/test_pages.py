@@ -59,6 +59,8 @@ async def test_a_request_is_found_wherever_it_is(make_system, pair_type, answer)
     assert (told["id"], told["state"], told["attempt"]) == (said["id"].removeprefix("cmpl-"), "finished", 1)
     assert (told["prefill_worker"], told["decode_worker"]) == ("prefill-0", "decode-0")
     assert msgspec.convert(told, RequestPlace).gateway == system.gateway.incarnation
+    for prefix in ("", "chatcmpl-", "resp_", "msg_"):
+        assert (await system.http.get(f"/cluster/requests/{prefix}{told['id']}")).json()["id"] == told["id"]
     for name in ("nobody", "x" * 5000):
         missing = await system.http.get(f"/cluster/requests/{name}")
         assert missing.status_code == 404
