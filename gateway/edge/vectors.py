@@ -35,6 +35,8 @@ from gateway.vectors.embedder import EmbeddedTexts, Embedder
 
 VECTORS_AT_A_TIME = 8
 """Vectors that are dealt with before others get their turn: a few milliseconds."""
+MAX_WHOLE_BYTES = 1 << 20
+"""An answer with more bytes of vectors is written while the client reads it: in JSON they take five times as much."""
 
 Body = TypeVar("Body", bound=VectorBody)
 Item = TypeVar("Item")
@@ -54,12 +56,13 @@ class VectorPages:
         with self._bodies.claim(key.tenant) as claim:
             request = await self._read(exchange, claim, EmbeddingRequest)
             accepted, embedded = await self._embed(exchange, key, claim=claim, request=request, call=request.call())
-        entries = [
-            embedding_json(index, vector, encoding_format=request.encoding_format)
-            async for index, vector in in_turns(list(enumerate(embedded.vectors)))
-        ]
-        ends = msgspec.json.encode({"model": accepted.model, "usage": _usage(embedded)})
-        await exchange.answer(200, b'{"object":"list","data":[' + b",".join(entries) + b"]," + ends[1:])
+        end = msgspec.json.encode({"model": accepted.model, "usage": _usage(embedded)})
+        parts = _parts(embedded.vectors, end, encoding_format=request.encoding_format)
+        if sum(map(len, embedded.vectors)) > MAX_WHOLE_BYTES:
+            with exchange:
+                await exchange.answer_in_parts(parts)
+        else:
+            await exchange.answer(200, b"".join([part async for part in parts]))
 
     async def score(self, exchange: Exchange, key: ApiKey) -> None:
         """Answers how alike the texts of each pair are."""
@@ -143,6 +146,14 @@ async def in_turns(items: Sequence[Item]) -> AsyncIterator[Item]:
         if place % VECTORS_AT_A_TIME == VECTORS_AT_A_TIME - 1:
             await asyncio.sleep(0)
         yield item
+
+
+async def _parts(vectors: Sequence[bytes], end: bytes, *, encoding_format: str | None) -> AsyncIterator[bytes]:
+    """Yields the answer with these vectors, and the members of the JSON object `end`."""
+    yield b'{"object":"list","data":['
+    async for index, vector in in_turns(list(enumerate(vectors))):
+        yield (b"," if index else b"") + embedding_json(index, vector, encoding_format=encoding_format)
+    yield b"]," + end[1:]
 
 
 def _cosine(first: bytes, second: bytes) -> float:

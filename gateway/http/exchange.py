@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -201,6 +201,18 @@ class Exchange:
         if is_unread:
             await self._discard_body()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def answer_in_parts(self, parts: AsyncIterator[bytes]) -> None:
+        """Sends a complete answer whose length is unknown; each part is asked for once the client takes the others."""
+        self.has_started = True
+        self._check_progress()
+        headers = [(b"content-type", b"application/json"), *self._answer_headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for part in parts:
+            self._sending_since_s = asyncio.get_running_loop().time()
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            self._sending_since_s = None
+        await self.end_events()
 
     async def send_event(self, event: bytes) -> None:
         """Sends server-sent events; begins the answer with the first."""

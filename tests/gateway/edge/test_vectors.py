@@ -9,6 +9,7 @@ import grpc
 import openai
 import pytest
 
+from gateway.edge import vectors
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 
 ANGLES = {"north": 0.0, "east": math.pi / 2, "north east": math.pi / 4, "south": math.pi}
@@ -87,6 +88,20 @@ async def test_openais_client_reads_vectors_in_both_forms(system: Any) -> None:
     ]
     assert as_numbers.data[0].embedding == by_default.data[1].embedding
     assert by_default.usage.prompt_tokens == by_default.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_many_vectors_are_written_while_the_client_reads(
+    system: Any, monkeypatch: pytest.MonkeyPatch, encoding_format: str
+) -> None:
+    body = {"input": [*ANGLES], "encoding_format": encoding_format}
+    whole = await system.http.post("/v1/embeddings", json=body)
+    monkeypatch.setattr(vectors, "MAX_WHOLE_BYTES", 16 * len(ANGLES) - 1)
+    in_parts = await system.http.post("/v1/embeddings", json=body)
+    assert in_parts.content == whole.content
+    assert in_parts.headers["content-type"] == whole.headers["content-type"]
+    assert ("content-length" in whole.headers, "content-length" in in_parts.headers) == (True, False)
+    assert in_parts.headers["x-tandem-model"] == "tiny"
 
 
 async def test_vectors_come_over_grpc(system: Any) -> None:

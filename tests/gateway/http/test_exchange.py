@@ -106,6 +106,29 @@ async def test_events_begin_with_a_head_and_end_once():
     ]
 
 
+async def test_parts_are_made_as_the_client_takes_them_and_one_that_takes_none_is_lost(monkeypatch):
+    monkeypatch.setattr("gateway.http.exchange.SLOW_CLIENT_LIMIT_S", 0.1)
+    caller, made = Caller(), []
+    takes = asyncio.Semaphore(3)  # the head and two parts
+
+    async def send(message):
+        await takes.acquire()
+        caller.sent.append(message)
+
+    async def parts():
+        for number in range(9):
+            made.append(number)
+            yield b"%d" % number
+
+    exchange = Exchange(caller.scope, caller.receive, send)
+    with pytest.raises(RequestCancelled), exchange:
+        await exchange.answer_in_parts(parts())
+    assert made == [0, 1, 2], "the third one is on its way"
+    start, *bodies = caller.sent
+    assert (start["status"], b"content-length" in dict(start["headers"])) == (200, False)
+    assert [(message["body"], message["more_body"]) for message in bodies] == [(b"0", True), (b"1", True)]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "header"),
     [
