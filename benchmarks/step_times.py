@@ -25,8 +25,8 @@ from planning.simulator.traces import Trace, TraceRequest
 from services.runtime.tls import client_context
 
 MAX_ERROR = 0.15
-NUM_WARM = 10
-"""Requests before those that count."""
+NUM_WARM = 40
+"""Requests before those that count: the workers of a shape that was not profiled begin cold, and learn their speeds."""
 
 
 def asks(arguments: argparse.Namespace) -> list[Ask]:
