@@ -11,7 +11,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "mutate_receiver.py"
 
 def test_every_entry_of_the_lists_is_found_in_the_source() -> None:
     done = subprocess.run(
-        [sys.executable, str(TOOL), "--list"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(TOOL), "--list"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()
@@ -23,7 +23,7 @@ def test_every_entry_of_the_lists_is_found_in_the_source() -> None:
 def test_the_mutants_of_one_check_are_killed() -> None:
     """The program runs, on a copy that has all that the tests import."""
     done = subprocess.run(
-        [sys.executable, str(TOOL), "Fence.leave"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(TOOL), "Fence.leave"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 of 5 killed" in done.stdout

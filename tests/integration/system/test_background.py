@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable
 
 import openai
-import pytest
 from openai.types.responses import Response
 
 from benchmarks.cluster import running_cluster
 
 NUM_RESPONSES, NUM_TOKENS = 4, 1500
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
-@pytest.mark.timeout(150)
 def test_background_responses_outlive_a_killed_gateway_with_the_answers_that_they_would_have_had() -> None:
     with running_cluster(prefill=0, decode=1) as cluster:
         client = openai.OpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0)
