@@ -3,10 +3,13 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from planning.simulator.cluster import ClusterSpec
 from planning.simulator.traces import Trace, TraceRequest
 from services.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # `tandem up` reads settings that name a geography, and starts no simulator
+    from planning.simulator.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,6 @@ class Geography:
 
         return replace(trace, requests=tuple(map(in_a_region, trace.requests)))
 
-    def cluster(self, spec: ClusterSpec) -> ClusterSpec:
+    def cluster(self, spec: "ClusterSpec") -> "ClusterSpec":
         """Returns a cluster with its workers in these regions."""
         return replace(spec, regions=self.regions, routing=replace(spec.routing, distances_s=self.distances_s))

@@ -68,6 +68,7 @@ def test_every_flag_has_a_unit_or_a_kind_as_its_placeholder() -> None:
         "NAME=COUNT",
         "NAME=DIR",
         "A:B=SECONDS",
+        "REGION@SECONDS[+SECONDS]",
     }
 
 
