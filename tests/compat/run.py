@@ -43,7 +43,7 @@ def main() -> int:
     for model, file in _models().items():
         asked = [name for name in names if PROGRAMS[name].model == model]
         if asked:
-            with running_cluster("--models", str(file), "--threads", "1") as cluster:
+            with running_cluster("--models", str(file), "--threads", "1", "--embeddings", "on") as cluster:
                 for name in asked:
                     try:
                         found[name] = _run(name, cluster)

@@ -78,6 +78,29 @@ def text():
     assert answer.choices[0].text
 
 
+for way in ("openai", "hosted_vllm"):
+
+    @check(f"{way}: embeddings")
+    def embeddings(way=way):
+        answer = litellm.embedding(
+            model=f"{way}/{MODEL}", input=["How is the weather?", "import os"], api_base=WAYS[way], api_key=KEY
+        )
+        assert [len(one["embedding"]) for one in answer.data] == [256, 256]
+
+
+@check("hosted_vllm: a rank")
+def rank():
+    answer = litellm.rerank(
+        model=f"hosted_vllm/{MODEL}",
+        query="import os",
+        documents=["How is the weather?", "import os"],
+        top_n=1,
+        api_base=URL,
+        api_key=KEY,
+    )
+    assert [one["index"] for one in answer.results] == [1]
+
+
 @check("responses")
 def responses():
     answer = litellm.responses(

@@ -160,4 +160,32 @@ def stored_chats():
         assert client.chat.completions.delete(answer_id).deleted
 
 
+TEXTS = ["How is the weather?", "def length(", "import os"]
+
+
+@check("embeddings: texts, token ids, both encodings")
+def embeddings():
+    vectors = [one.embedding for one in client.embeddings.create(model=MODEL, input=TEXTS).data]
+    plain = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+    assert [one.embedding for one in plain.data] == vectors
+    assert all(abs(sum(number * number for number in vector) - 1) < 1e-3 for vector in vectors)
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens > 0
+    assert client.embeddings.create(model=MODEL, input=[1, 2, 3]).data[0].index == 0
+
+
+@check("embeddings: in a batch")
+def batched():
+    body = {"model": MODEL, "input": TEXTS}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    file = client.files.create(file=("rows.jsonl", json.dumps(row).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    until_s = time.monotonic() + 60
+    while batch.status not in ("completed", "failed") and time.monotonic() < until_s:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    answer = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
+    expected = client.embeddings.create(**body, encoding_format="float").data
+    assert [one["embedding"] for one in answer["data"]] == [one.embedding for one in expected]
+
+
 finish(openai.__version__)
