@@ -85,11 +85,17 @@ def post(cluster: Cluster, path: str, body: Any) -> Any:
     request = urllib.request.Request(
         cluster.http + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise AssertionError(error.read().decode()) from error
+    until_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            said = json.load(error)["error"]
+            # While the only worker of a role starts again, the wait may be longer than what is promised.
+            if said["code"] != "server_overloaded" or time.monotonic() > until_s:
+                raise AssertionError(said) from error
+            time.sleep(float(error.headers["retry-after"]))
 
 
 def switch_counts(cluster: Cluster) -> dict[str, int]:
