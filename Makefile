@@ -111,8 +111,8 @@ test-gpu: install-dev ## the tests that need a CUDA device
 	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)
 
 test-vllm: install-vllm ## the tests that need vLLM, in .venv-vllm (ARGS: flags of pytest)
-	@.venv-vllm/bin/python -c "import vllm"
-	$(NO_GPU) .venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
+	@$(TEST_ENV) .venv-vllm/bin/python -c "import vllm"
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS) $(VLLM_TESTS)
 
 .PHONY: test-vllm-gpu
 test-vllm-gpu: install-vllm ## the tests of vLLM on a GPU, in .venv-vllm (ARGS: flags of pytest)
