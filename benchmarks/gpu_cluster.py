@@ -26,7 +26,7 @@ from benchmarks.load import Timing, ours, percentile
 from benchmarks.random_model import write_tokenizer
 
 START_TIMEOUT_S = 300
-"""VLLM compiles a model before it serves it."""
+"""A model is compiled by vLLM before it is served."""
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from services.runtime.errors import InvalidRequest, ModelError
 from services.runtime.model_facts import read_json_object, read_text
 
 MODULES = "modules.json"
-EMBEDDINGS = AUTO, _, MATRYOSHKA, OFF = "auto", "on", "matryoshka", "off"
+EMBEDDINGS = AUTO, ON, MATRYOSHKA, OFF = "auto", "on", "matryoshka", "off"
 """Which models embed texts."""
 
 _POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}

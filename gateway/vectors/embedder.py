@@ -236,7 +236,7 @@ class Embedder:
                             raise Overloaded(
                                 "no prefill worker had room in time", retry_after_s=NO_WORKER_RETRY_S, reason="wait"
                             )
-                if not taken and not self._waking.is_asleep(spec.model):
+                if not taken and not places.may_come:
                     raise places.why_none()
             return taken.pop()
         except BaseException:

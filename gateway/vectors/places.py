@@ -13,6 +13,7 @@ from gateway.requests.lifecycle import Requests
 from gateway.requests.placing import held_to
 from gateway.topology.members import Topology
 from gateway.topology.session import PrefillSession
+from services.cluster.registry import WorkerRecord
 from services.runtime.errors import InvalidRequest, NotOffered, TandemError, WorkerUnavailable
 from services.scheduling.entry import QueueEntry, ServiceClass
 
@@ -101,13 +102,7 @@ class Choice:
 
     def candidates(self) -> set[str]:
         """Returns the ids of the workers that can compute it, with or without room."""
-        members = self._topology.workers(self._spec.model).prefill.members
-        able = {
-            member.record.id
-            for member in members
-            if member.record.embeds and member.record.max_sequence_tokens >= self._num_tokens
-        }
-        return able & self._topology.open_ids("prefill", self._spec.model, self._audience)
+        return self._able() & self._topology.open_ids("prefill", self._spec.model, self._audience)
 
     def best(self, kept: Set[str]) -> PrefillSession | None:
         """Returns the worker that would have computed it first, of those with room and not `kept`; None: none has."""
@@ -138,12 +133,12 @@ class Choice:
         return (
             bool(self.candidates())
             or self._topology.is_away("prefill", model, audience=self._audience)
-            or self._requests.turns.takes_turns(model)
+            or (self._requests.turns.takes_turns(model) and (bool(self._able()) or not self._records()))
         )
 
     def why_none(self) -> TandemError:
         """Returns the error of a text that no worker will compute."""
-        records = [member.record for member in self._topology.workers(self._spec.model).prefill.members]
+        records = self._records()
         embedding = [record for record in records if record.embeds]
         if embedding and all(record.max_sequence_tokens < self._num_tokens for record in embedding):
             return InvalidRequest(
@@ -153,6 +148,13 @@ class Choice:
             return NotOffered("the engine of the model's prefill workers gives no embeddings", field="model")
         what = f"no prefill worker is ready{held_to(self._spec)}"
         return WorkerUnavailable(what, retry_after_s=NO_WORKER_RETRY_S)
+
+    def _records(self) -> list[WorkerRecord]:
+        return [member.record for member in self._topology.workers(self._spec.model).prefill.members]
+
+    def _able(self) -> set[str]:
+        """Returns the ids of the workers that could compute it if they had work."""
+        return {one.id for one in self._records() if one.embeds and one.max_sequence_tokens >= self._num_tokens}
 
     def _has_room(self, incarnation: str) -> bool:
         ahead = self._ahead.get(incarnation, 0)

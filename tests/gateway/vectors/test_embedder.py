@@ -153,22 +153,23 @@ async def test_without_a_worker_they_are_refused_at_once(make_embedding: Make) -
 def make_sharing(make_system: Make, embedding_model: Path, worker_type: Any, tmp_path: Path) -> Make:
     """A gateway of two models that share workers, which have the first one."""
 
-    async def make(script: Any, **settings: Any) -> Any:
+    async def make(script: Any, *, workers: dict[str, Any] | None = None, **settings: Any) -> Any:
         file = tmp_path / "models.toml"
         file.write_text(
             "".join(f'[[model]]\nname = "{name}"\npath = "{embedding_model}"\nshare = "all"\n' for name in ("a", "b"))
         )
         system = await make_system(models=file, model_files=tmp_path, **settings)
-        await add_sharing(system, worker_type, "a", script)
+        await add_sharing(system, worker_type, "a", script, **(workers or {}))
         await system.until(lambda: system.gateway.topology.num_ready("decode", "a") == 1)
         return system
 
     return make
 
 
-async def add_sharing(system: Any, worker_type: Any, model: str, script: Any) -> None:
+async def add_sharing(system: Any, worker_type: Any, model: str, script: Any, **facts: Any) -> None:
+    facts |= {"on_embed": script, "model": model, "group": "all-0"}
     for role in ("prefill", "decode"):
-        await system.add(worker_type(role, f"{role}-{model}", script, on_embed=script, model=model, group="all-0"))
+        await system.add(worker_type(role, f"{role}-{model}", script, **facts))
 
 
 async def change_model(system: Any, worker_type: Any, model: str, script: Any) -> None:
@@ -228,6 +229,17 @@ async def test_texts_do_not_wait_for_ever_for_a_model_nor_too_many_of_them(embed
     assert "not awake" in answers[0].json()["error"]["message"]
     late = await post(system, [5], model="b", request_timeout_ms=100)
     assert late.status_code == 504
+
+
+@pytest.mark.parametrize(
+    ("workers", "code"), [({"embeds": False}, "not_offered"), ({"max_sequence_tokens": 8}, "context_length_exceeded")]
+)
+async def test_what_workers_that_are_shared_cannot_compute_is_refused_at_once(
+    embeds: Any, make_sharing: Make, workers: dict[str, Any], code: str
+) -> None:
+    system = await make_sharing(embeds.give_vector, workers=workers)
+    answer = await post(system, [5] * 9, model="a")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
 async def test_a_text_that_is_held_to_a_region_goes_nowhere_else(
