@@ -287,6 +287,7 @@ class KeyFile:
         self._clock = clock
         self._stamp = self._stat()
         self.keys = read_keys(path)
+        self._warn_if_empty()
         self.error: ConfigError | None = None
         """What is wrong with the file as it is now."""
         self.num_checks = 0
@@ -323,8 +324,13 @@ class KeyFile:
                 if keys != self.keys:
                     self.keys = keys
                     logger.info("the API keys were read again", extra={"keys": len(keys.keys)})
+                    self._warn_if_empty()
                     self._on_change()
         self.num_checks += 1
+
+    def _warn_if_empty(self) -> None:
+        if not self.keys.keys:
+            logger.warning("the file of API keys has no key: every call is refused", extra={"file": str(self._path)})
 
     async def _follow(self) -> None:
         while True:

@@ -280,6 +280,21 @@ async def test_a_replaced_file_is_seen_within_two_seconds(key_file, tmp_path):
     await followed.close()
 
 
+def is_told_of_no_key(caplog):
+    return "every call is refused" in caplog.text
+
+
+async def test_a_file_without_a_key_is_warned_of_at_the_start_and_when_the_last_one_goes(key_file, caplog):
+    followed = KeyFile(key_file)
+    assert not is_told_of_no_key(caplog)
+    key_file.write_text("")
+    await followed.check()
+    assert is_told_of_no_key(caplog)
+    caplog.clear()
+    KeyFile(key_file)
+    assert is_told_of_no_key(caplog)
+
+
 def test_a_broken_file_stops_the_start(key_file):
     key_file.write_text("x = 1\n")
     with pytest.raises(ConfigError, match="unknown field `x`"):
