@@ -819,14 +819,16 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
         phases: Counter[str] = Counter()
         # Connections, pools and caches grow to their size first; a worker that replaced another has no Links yet.
         short = [dataclasses.replace(spec, is_http=True, max_tokens=1) for spec in specs]
-        await asyncio.gather(*(clients.send(Run(spec, Answer(), gateway=clients.gateway()), REMOTE) for spec in short))
         before = await _held(cluster)
         for _ in range(MAX_WARM_UPS):
             had = before
+            handed_over = (clients.send(Run(spec, Answer(), gateway=clients.gateway()), REMOTE) for spec in short)
+            await asyncio.gather(*handed_over)
             await _cancel_many(clients, specs, min(200, max(40, number // 2)), phases, options, "warm up")
             row.leaks += await cluster.leaks()
             before = await _held(cluster)
-            if all(before[name]["rings"] <= had[name]["rings"] for name in before):
+            has_grown = any(before[name]["rings"] > had[name]["rings"] for name in before)
+            if not has_grown and await _are_all_linked(cluster):
                 break
         phases.clear()
         await _cancel_many(clients, specs, number, phases, options, "cancels")
@@ -847,6 +849,13 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
         if not _is_as_before(before[name], after[name])
     ]
     return row
+
+
+async def _are_all_linked(cluster: FaultCluster) -> bool:
+    """Whether every prefill worker has handed prompts over to every decode worker."""
+    workers = (await cluster.topology())["workers"]
+    receivers = {one["id"] for one in workers if one["role"] == "decode"}
+    return all(receivers <= one["channels"].keys() for one in workers if one["role"] == "prefill")
 
 
 def _is_as_before(before: dict[str, int], after: dict[str, int]) -> bool:

@@ -51,8 +51,10 @@ async def serving(servicer: Servicer, profile: rpc.Profile = rpc.INTERNAL) -> As
     server = rpc.make_server([SERVICE], profile=profile)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
     port = await server.start("127.0.0.1", 0)
-    yield server, f"127.0.0.1:{port}"
-    await server.stop(0)
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 async def failure_of(call: Any) -> grpc.aio.AioRpcError:

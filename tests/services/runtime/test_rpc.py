@@ -122,7 +122,8 @@ async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Service
         black_hole(behind) as (address, passes),
         rpc.make_channel(address, profile=profile) as channel,
     ):
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+        generate = inference_pb2_grpc.InferenceStub(channel).Generate
+        call = generate(inference_pb2.GenerateRequest(), wait_for_ready=True)
         await call.read()
         passes.clear()
         began_s = time.monotonic()
