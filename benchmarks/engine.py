@@ -118,20 +118,18 @@ def ratios(results: list[Result], limits: dict[str, float]) -> dict[str, Ratio]:
     return found
 
 
-def make_model(folder: Path, dtype: str) -> Path:
-    """A checkpoint with random weights."""
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+def make_model(folder: Path, dtype: str, **shape: int) -> Path:
+    """A checkpoint with random weights; `shape` are fields of `LlamaConfig` that are to differ from the usual ones."""
+    usual = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+    }
+    config = transformers.LlamaConfig(**usual | shape, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

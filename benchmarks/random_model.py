@@ -27,10 +27,10 @@ GGUF_F32_TENSOR = 0
 NORMAL_TOKEN, CONTROL_TOKEN, BYTE_TOKEN = 1, 3, 6
 
 
-def make_served_model(folder: Path, dtype: str) -> Path:
-    """A checkpoint with random weights and a tokenizer."""
+def make_served_model(folder: Path, dtype: str, **shape: int) -> Path:
+    """A checkpoint with random weights and a tokenizer. `shape`: see `make_model`."""
     transformers.logging.disable_progress_bar()
-    make_model(folder, dtype)
+    make_model(folder, dtype, **shape)
     write_tokenizer(folder, VOCABULARY)
     return folder
 
