@@ -26,6 +26,8 @@ from protos import inference_pb2, inference_pb2_grpc
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+NO_TARGETS = {"TANDEM_TTFT_TARGET_S": "0", "TANDEM_ITL_TARGET_S": "0"}
+"""Settings of a cluster that lets all requests in, however long they take."""
 
 
 @dataclass(frozen=True)

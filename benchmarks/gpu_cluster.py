@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import uvloop
 
-from benchmarks.cluster import Cluster, running_cluster
+from benchmarks.cluster import NO_TARGETS, Cluster, running_cluster
 from benchmarks.gpu import SHAPES
 from benchmarks.gpu_batching import Figures, Workload, figures_of_another_process, write_checkpoint
 from benchmarks.load import Timing, ours, percentile
@@ -53,7 +53,7 @@ def main() -> int:
         alone = "ours" if arguments.engine == "native" else arguments.engine
         engine = figures_of_another_process(alone, folder, "cuda", workload, arguments.rounds)
         print(f"{shape.name:14s} {'engine':14s} {engine}", flush=True)
-        settings = {"TANDEM_DEVICE": "cuda", "TANDEM_LOCAL_PREFILL_TOKENS": "0"}
+        settings = {**NO_TARGETS, "TANDEM_DEVICE": "cuda", "TANDEM_LOCAL_PREFILL_TOKENS": "0"}
         flags = (f"--engine={arguments.engine}", f"--start-timeout={START_TIMEOUT_S}", *arguments.up.split())
         with running_cluster(*flags, model=folder, settings=settings) as cluster:
             rounds = [run(cluster, workload, shape.vocabulary, seed) for seed in range(arguments.rounds + 1)][1:]
