@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.config import option
 from services.runtime.errors import TandemError
 from services.runtime.kinds import number, url
@@ -33,6 +35,27 @@ class DrainingSettings(LocalSettings):
     timeout: float = option(
         number(0, 86_400), default=600.0, help="Seconds that running answers get; a worker that has some then ends."
     )
+
+
+class Fence:
+    """Refuses orders of an autoscaler that acts no longer: it was frozen on the way from its decision to the order."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._latest_s, self._latest = -math.inf, ""
+
+    def check(self, lease: Mapping[str, Any] | None) -> None:
+        """Lets an order through, from one under no lease or the latest one, while that lasts. Raises TandemError.
+
+        `lease`: the fields of a `services.cluster.leadership.Lease`.
+        """
+        if lease is None:
+            return
+        if lease["until_s"] <= self._clock.monotonic():
+            raise TandemError("the order came when its lease had ended; another copy of the autoscaler may act by now")
+        if lease["since_s"] < self._latest_s:
+            raise TandemError(f"{self._latest} acts in place of this copy of the autoscaler by now")
+        self._latest_s, self._latest = lease["since_s"], lease["holder"]
 
 
 @asynccontextmanager

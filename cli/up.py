@@ -28,7 +28,7 @@ from cli.children import (
     worker_specs,
 )
 from cli.commands import CommandParser
-from cli.control import Order, taking_orders
+from cli.control import Fence, Order, taking_orders
 from cli.cores import this_machine
 from cli.fleet import Fleet, Resized
 from cli.gpus import visible_gpus
@@ -156,6 +156,7 @@ class Up:
             ready=self._ready_roles,
         )
         self._tell_expected()
+        self._fence = Fence()
         self._finishing: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
@@ -212,6 +213,7 @@ class Up:
             self._tell_expected()
 
     async def _scale(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        self._fence.check(order.get("lease"))
         if port := self._settings.decode_worker.metrics_port:
             raise ConfigError(
                 f"the ports after --metrics-port {port} are given to workers in order; start with 0 instead"

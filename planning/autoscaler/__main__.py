@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import closing
 
 from planning.autoscaler.config import AutoscalerConfig
 from planning.autoscaler.decisions import Begin, DecisionLog
@@ -27,18 +28,20 @@ def main() -> None:
 
 
 async def serve(settings: AutoscalerConfig) -> None:
-    """Decides until a signal comes."""
-    log = DecisionLog(
-        settings.decisions,
-        Begin(settings=settings.policy, targets=settings.targets),
-        since_s=time.time() - WARM_S,
-    )
+    """Takes the log of decisions for this process, and decides."""
+    begin = Begin(settings=settings.policy, targets=settings.targets)
+    with closing(DecisionLog(settings.decisions, begin, since_s=time.time() - WARM_S)) as log:
+        await decide(settings, log)
+
+
+async def decide(settings: AutoscalerConfig, log: DecisionLog) -> None:
+    """Decides until a signal comes, after what the log has of earlier lives."""
     gateways = Gateways(settings.gateways, settings.scaled_model, settings.api_key, settings.tls())
     store = None if settings.redis is None else Store(settings.redis, cluster=settings.cluster)
     leadership = None
     if store is not None:
         name = f"{socket.gethostname()[:40]}/{os.getpid()}/{os.urandom(4).hex()}"
-        leadership = Leadership(store, store.keys.autoscaler, holder=name)
+        leadership = Leadership(store, store.keys.autoscaler, holder=name, ttl_s=settings.lease)
         await leadership.renew()
         leadership.start()
     service = Service(gateways, settings.make_actor(), log=log, targets=settings.targets, leadership=leadership)

@@ -51,7 +51,7 @@ class ScalingSettings:
 class AutoscalerConfig(ScalingSettings):
     """Watches gateways, decides how many prefill and decode workers there are to be, and has them started and drained.
 
-    Several copies may run: with --redis one of them acts, and another one takes over when it ends.
+    Several copies may run: with the same --redis one of them acts, and another one takes over when it ends.
     """
 
     gateways: tuple[str, ...] = option(
@@ -78,8 +78,13 @@ class AutoscalerConfig(ScalingSettings):
     )
     redis: str | None = option(redis_url(), default=None, help="The cluster's Redis, by which one of several acts.")
     cluster: str = option(text(), default="default", help="The cluster's name in Redis.")
+    lease: float = option(
+        number(1, 3600), default=15.0, help="Seconds after which another copy acts in place of one that fell silent."
+    )
     decisions: Path | None = option(
-        path(), default=None, help="File of decisions with their reasons; `tandem autoscaler replay` reads it."
+        path(),
+        default=None,
+        help="File of decisions with their reasons, one for each copy; `tandem autoscaler replay` reads it.",
     )
     kubernetes: str = option(
         url("http", "https"), default="https://kubernetes.default.svc", help="Address of the Kubernetes API."

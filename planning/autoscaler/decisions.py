@@ -5,6 +5,8 @@ is started again begins with the looks that its last life has left there.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,15 +67,24 @@ class DecisionLog:
     def __init__(self, file: Path | None, begin: Begin, *, since_s: float, max_bytes: int = MAX_BYTES) -> None:
         """Continues an earlier file; of its looks, those after `since_s` (seconds since 1970) count.
 
-        Raises ConfigError for a file that cannot be written.
+        Raises ConfigError for a file that cannot be written, or that another autoscaler writes.
         """
         self._file = file
+        self._lock: int | None = None
         self._max_bytes = max_bytes
         self._begin = begin
         self._last: deque[Look] = deque(maxlen=NUM_WARM)
-        if file is not None and file.exists():
-            self._last.extend(look for look in _tail(file) if look.seen.now_s >= since_s)
-        self.autoscaler = self._start()
+        try:
+            if file is not None:
+                self._claim(file)
+                self._last.extend(look for look in _tail(file) if look.seen.now_s >= since_s)
+            self.autoscaler = self._start()
+        except BlockingIOError:
+            raise ConfigError(
+                f"another autoscaler writes its decisions into {file}: give each copy a file of its own (--decisions)"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written ({error.strerror})") from error
 
     def write(self, look: Look) -> None:
         """Adds a line. The disk being full costs the line and nothing else. Raises OSError."""
@@ -83,16 +94,34 @@ class DecisionLog:
         self._append(look)
         if self._file.stat().st_size > self._max_bytes:
             os.replace(self._file, self._file.with_name(self._file.name + ".1"))
+            self._claim(self._file)
             self.autoscaler = self._start()  # as it will be when the new file alone is replayed
 
     def _start(self) -> Autoscaler:
         begin = msgspec.structs.replace(self._begin, warm=tuple(self._last))
         if self._file is not None:
-            try:
-                self._append(begin)
-            except OSError as error:
-                raise ConfigError(f"{self._file} cannot be written ({error.strerror})") from error
+            self._append(begin)
         return begun(begin)
+
+    def close(self) -> None:
+        """Lets another autoscaler continue the file."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _claim(self, file: Path) -> None:
+        """Keeps other autoscalers from the file, until this process ends at the latest: lines of two make no sense.
+
+        Raises OSError: BlockingIOError where another one has it.
+        """
+        self.close()
+        self._lock = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a file system may know no locks
+                self.close()
+                raise
 
     def _append(self, record: Look | Begin) -> None:
         assert self._file is not None, "there is a file"

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from planning.autoscaler.actors import TIMEOUT_S, ActorFailed, Sizes
+from services.cluster.leadership import Lease
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, patch_json
+from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import ConfigError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -24,6 +26,7 @@ class KubernetesActor:
     prefill: str
     decode: str
     account: Path = ACCOUNT
+    clock: Clock = SYSTEM_CLOCK
     _versions: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def sizes(self, ready: Sizes) -> Sizes:
@@ -31,8 +34,11 @@ class KubernetesActor:
         del ready  # Kubernetes knows better
         return Sizes(self._replicas(self.prefill), self._replicas(self.decode))
 
-    def resize(self, sizes: Sizes) -> None:
-        """Sets the replicas of both objects, as far as they differ from what was read last."""
+    def resize(self, sizes: Sizes, lease: Lease | None = None) -> None:
+        """Sets the replicas of both objects, as far as they differ from what was read last.
+
+        What another copy has changed since then is not overwritten, as nothing of anybody else is.
+        """
         for name, replicas in ((self.prefill, sizes.prefill), (self.decode, sizes.decode)):
             if name not in self._versions:
                 self._replicas(name)
@@ -40,6 +46,8 @@ class KubernetesActor:
             if before == replicas:
                 continue
             del self._versions[name]
+            if lease is not None and lease.until_s <= self.clock.monotonic():
+                raise ActorFailed(f"{name} is not scaled to {replicas}: the lease has ended, and another copy may act")
             patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
             path, token, tls = self._path(name), self._read("token"), self._tls()
             try:

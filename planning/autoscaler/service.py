@@ -89,11 +89,12 @@ class Service:
         sizes = Sizes(decision.prefill, decision.decode)
         if sizes == wanted:
             return "nothing to do"
-        if self._leadership is not None and not self._leadership.is_held:
+        lease = None if self._leadership is None else self._leadership.lease
+        if self._leadership is not None and lease is None:
             failure = self._leadership.failure
             return f"nothing: {failure}" if failure else f"nothing: {self._leadership.other or 'nobody'} acts"
         try:
-            await asyncio.to_thread(self._actor.resize, sizes)
+            await asyncio.to_thread(self._actor.resize, sizes, lease)
         except ActorFailed as error:
             return f"failed: {error.message}"
         return f"ordered {sizes} in place of {wanted}"

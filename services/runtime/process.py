@@ -21,6 +21,7 @@ DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
 AUTOGROUP = Path("/proc/self/autogroup")
 MAX_DESCRIPTORS = 2**20
 """As many as Linux gives a process unless its administrator says otherwise."""
+STDERR = 2
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -167,4 +168,7 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     is_orphan = os.getppid() != int(wanted) if wanted.isdigit() and wanted != "1" else os.getppid() == 1
     if is_orphan:
+        words = f"its parent has ended, or {DIE_WITH_PARENT_ENV}={wanted} was inherited from another process: unset it"
+        with contextlib.suppress(OSError):  # what the parent read may be closed
+            os.write(STDERR, f"error: {words}\n".encode())
         os._exit(EXIT_FAILED)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cli.control import taking_orders
+from cli.control import Fence, taking_orders
+from services.runtime.clock import ManualClock
 from services.runtime.errors import ConfigError, TandemError
 from services.runtime.orders import NoLocalCluster, Refused, order, socket_path
 
@@ -25,6 +26,25 @@ async def echo(asked: Any) -> Any:
 
 async def refuse(asked: Any) -> Any:
     raise TandemError("not today")
+
+
+def test_orders_of_an_autoscaler_that_acts_no_longer_are_refused() -> None:
+    clock = ManualClock()
+    now_s, fence = clock.monotonic(), Fence(clock)
+    first = {"holder": "first", "since_s": now_s - 50.0, "until_s": now_s + 12.0}
+    second = {"holder": "second", "since_s": now_s - 1.0, "until_s": now_s + 11.0}
+    fence.check(None)
+    fence.check(first)
+    fence.check({**first, "until_s": now_s + 12.5})
+    fence.check(second)
+    with pytest.raises(TandemError, match=r"^second acts in place of this copy"):
+        fence.check(first)
+    fence.check(second)
+    clock.advance(11.0)
+    with pytest.raises(TandemError, match="its lease had ended"):
+        fence.check(second)
+    fence.check(None)
+    fence.check({**first, "since_s": clock.monotonic(), "until_s": clock.monotonic() + 12.0})
 
 
 async def test_an_order_comes_back_with_its_answer_or_its_refusal() -> None:

@@ -64,6 +64,7 @@ def test_everything_is_decided_again_as_it_was_over_deaths_and_cut_off_lines(tmp
         first.look(num)
     with file.open("ab") as stream:
         stream.write(b'{"what":"look","seen":{"now_s":10\n')
+    first.log.close()
     second = Life(file, first.now_s + 60.0)
     second.sizes = first.sizes
     for num in (100, 0, 0, 0, 0, 0, 0):
@@ -77,11 +78,13 @@ def test_one_that_is_started_again_remembers_why_there_are_as_many(tmp_path: Pat
     for num in (200, 200, 200):
         before.look(num)
     assert before.sizes[1] > 1
+    before.log.close()
     after, fresh = Life(file, before.now_s + 5.0), Life(tmp_path / "other", before.now_s + 5.0)
     after.sizes = fresh.sizes = before.sizes
     after.look(200)
     fresh.look(200)
     assert after.look(200).decision.reason.split("up to ")[1] == after.look(200).decision.reason.split("up to ")[1]
+    after.log.close()
     late = Life(file, before.now_s + 4000.0)
     assert len([record for record in read_log(file) if isinstance(record, Begin)][-1].warm) == 0, "long ago"
     assert late.sizes == (1, 1)
@@ -99,6 +102,21 @@ def test_a_file_that_is_full_begins_anew_and_each_is_replayed_alone(tmp_path: Pa
     assert all(again)
     assert again
     assert all(decided_again(old))
+
+
+def test_a_file_has_one_autoscaler_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    first = Life(file, 1000.0, max_bytes=90_000)
+    with pytest.raises(ConfigError, match=r"another autoscaler writes its decisions into .*log: give each copy"):
+        Life(file, 1000.0)
+    while not (tmp_path / "log.1").exists():
+        first.look(50)
+    with pytest.raises(ConfigError, match="another autoscaler"):
+        Life(file, first.now_s)
+    first.log.close()
+    second = Life(file, first.now_s)
+    second.look(50)
+    assert all(decided_again(file))
 
 
 def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:

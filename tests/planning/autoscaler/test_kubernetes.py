@@ -1,12 +1,15 @@
 """Scaling by the API of Kubernetes, against a server that speaks this part of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planning.autoscaler.actors import ActorFailed, Sizes
 from planning.autoscaler.kubernetes import KubernetesActor
+from services.cluster.leadership import Lease
+from services.runtime.clock import ManualClock
 from tests.planning.autoscaler.pages import FakeKubernetes
 
 NOTHING = Sizes(0, 0)
@@ -42,6 +45,19 @@ def test_the_change_of_somebody_else_is_not_overwritten(kubernetes: FakeKubernet
     assert actor.sizes(NOTHING) == Sizes(2, 7)
     actor.resize(Sizes(2, 3))
     assert kubernetes.replicas()["decode"] == 3
+
+
+def test_an_order_whose_lease_has_ended_changes_nothing(kubernetes: FakeKubernetes) -> None:
+    clock = ManualClock()
+    actor = replace(actor_of(kubernetes), clock=clock)
+    actor.sizes(NOTHING)
+    lease = Lease("a", clock.monotonic(), clock.monotonic() + 12.0)
+    clock.advance(12.1)
+    with pytest.raises(ActorFailed, match="decode is not scaled to 3: the lease has ended"):
+        actor.resize(Sizes(2, 3), lease)
+    assert kubernetes.patches == []
+    actor.resize(Sizes(2, 3), replace(lease, until_s=lease.until_s + 12.0))
+    assert kubernetes.patches == [("statefulsets/tandem-decode", 3)]
 
 
 def test_a_token_that_was_replaced_is_read_anew(kubernetes: FakeKubernetes) -> None:

@@ -1,6 +1,7 @@
 """One of several copies holds the lease, and none without Redis."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -42,6 +43,43 @@ async def test_a_dead_holders_lease_runs_out(patient_store: Store, other_store: 
     assert await next_one.renew()
     assert not await dead.renew()
     assert dead.other == "b"
+
+
+async def test_one_that_waits_acts_as_soon_as_the_lease_has_run_out(patient_store: Store, other_store: Store) -> None:
+    key = patient_store.keys.autoscaler
+    dead, next_one = Leadership(patient_store, key, holder="a", ttl_s=1.0), Leadership(other_store, key, holder="b")
+    assert await dead.renew()
+    began_s = time.monotonic()
+    next_one.start()
+    while not next_one.is_held:
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - began_s < 2.5, "its usual look comes after 3 s"
+    assert time.monotonic() - began_s >= 0.8
+    await next_one.close()
+
+
+async def test_leases_tell_which_of_them_is_the_later_one(patient_store: Store, other_store: Store) -> None:
+    key = patient_store.keys.autoscaler
+    first, second = Leadership(patient_store, key, holder="a"), Leadership(other_store, key, holder="b")
+    await first.renew()
+    before = first.lease
+    await second.renew()
+    await first.renew()
+    after = first.lease
+    assert before is not None
+    assert after is not None
+    assert second.lease is None
+    assert (after.holder, after.since_s) == ("a", before.since_s), "to renew it is not to take it"
+    assert after.until_s > before.until_s
+    await first.close()
+    assert first.lease is None
+    await second.renew()
+    taken = second.lease
+    await second.close()
+    await first.renew()
+    assert taken is not None
+    assert first.lease is not None
+    assert before.since_s < taken.since_s < first.lease.since_s
 
 
 async def test_the_holder_stops_relying_on_it_before_it_runs_out(patient_store: Store) -> None:

@@ -143,6 +143,7 @@ def test_a_child_of_another_parent_ends_itself() -> None:
     environ = os.environ | {"TANDEM_DIE_WITH_PARENT": str(os.getpid() + 1)}
     ended = subprocess.run([sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=20, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
+    assert b"TANDEM_DIE_WITH_PARENT=%d was inherited from another process: unset it" % (os.getpid() + 1) in ended.stderr
 
 
 def is_alive(pid: int) -> bool:
