@@ -4,7 +4,7 @@ An actor is told how many workers there are to be, and may be told the same twic
 part, by an autoscaler that died, is carried out by the next one.
 
 Where several copies of an autoscaler run, an order carries the lease that it is given under: a copy that was frozen
-between its decision and its order must not act any more.
+between its decision and its order must no longer act.
 """
 
 import logging

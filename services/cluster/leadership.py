@@ -4,7 +4,7 @@ A copy acts only while it knows that it holds the lease. It knows so until the l
 before the last renewal was sent. Without Redis nobody renews, so that after this time no copy acts.
 
 A copy may be frozen after it has looked whether it holds the lease, and a Redis that lost its memory gives the lease to
-another one too early. Whoever takes orders therefore gets the `Lease` with them, and can refuse what comes too late.
+another one too early. Orders therefore carry the `Lease`, and their taker can refuse what comes too late.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ RENEWALS_PER_TTL = 5
 MARGIN = 0.8
 """The part of the lease's time in which its holder relies on it: clocks do not run equally fast."""
 AFTER_S = 0.05
-"""So long after the end of another's lease it is asked for."""
+"""Seconds from the end of another's lease until it is asked for."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Lease:
     """What an order is given under. Times are those of this machine's monotonic clock, the same for all its processes.
 
-    Of two leases, the one that began later was given later.
+    The lease that began later was given later.
     """
 
     holder: str
