@@ -199,8 +199,8 @@ class Cluster:
                 num_blocks = worker.pool.num_cached(job.blocks)
                 if num_blocks:
                     cached[worker.worker_id] = num_blocks * worker.spec.page_size
-        prefills = [prefill_view(worker, most, region=regions[name]) for name, worker in pool.prefills.items()]
-        decodes = [decode_view(worker, most, region=regions[name]) for name, worker in pool.decodes.items()]
+        prefills = [one.view or prefill_view(one, most, region=regions[name]) for name, one in pool.prefills.items()]
+        decodes = [one.view or decode_view(one, most, region=regions[name]) for name, one in pool.decodes.items()]
         return prefills, decodes, cached
 
     def card_of(self, worker_id: str) -> str:

@@ -16,6 +16,7 @@ from planning.simulator.events import EventLoop
 from planning.simulator.jobs import WHOLE, Job, PromptLine, WorkerSpec
 from planning.simulator.timeline import Timeline
 from services.scheduling.prediction import DecodeSpeed
+from services.scheduling.routing.views import WorkerView
 
 
 class DecodeOwner(Protocol):
@@ -44,6 +45,8 @@ class DecodeWorker:
         self.pace = 1.0
         """How many times as long as its law says its steps take."""
         self.is_lost = False
+        self.view: WorkerView | None = None
+        """What a gateway sees of it; None: it has changed since somebody looked."""
         self.num_running = 0
         self.context_tokens = 0
         self._jobs: dict[int, Job] = {}
@@ -84,6 +87,7 @@ class DecodeWorker:
         if job.decode_lease is None:
             return False
         self._jobs[job.index] = job
+        self.view = None
         return True
 
     def enter_prompt(self, job: Job) -> None:
@@ -91,6 +95,7 @@ class DecodeWorker:
         assert job.decode_lease is not None, "its pages are promised"
         self.line.enter(job, job.decode_lease.num_cached)
         job.num_cached_tokens = job.num_computed_tokens
+        self.view = None
         self._continue()
 
     def join(self, job: Job) -> None:
@@ -110,6 +115,7 @@ class DecodeWorker:
         assert job.decode_lease is not None, "its pages are promised"
         self.pool.release(job.decode_lease)
         job.decode_lease = None
+        self.view = None
 
     def change_pace(self, factor: float) -> None:
         """Takes `factor` times as long from the next step on."""
@@ -135,6 +141,7 @@ class DecodeWorker:
             self._shorten_run()
 
     def _begin_run(self) -> None:
+        self.view = None
         while self._ready and self.num_places > 0:
             self._enter_batch(self._ready.popleft())
         now_s, speed = self._loop.now_s, self.spec.law.decode_at(self.num_running)

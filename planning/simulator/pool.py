@@ -127,9 +127,9 @@ class Pool:
 
 
 def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
-    """Returns what a gateway knows of a prefill worker."""
+    """Returns what a gateway knows of a prefill worker, and keeps it while that is so."""
     spec: WorkerSpec = worker.spec
-    return WorkerView(
+    view = WorkerView(
         worker_id=worker.worker_id,
         incarnation="",
         pages_total=spec.num_pages,
@@ -145,12 +145,15 @@ def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str
         region=region,
         can_pull=True,
     )
+    if not worker.is_stepping:
+        worker.view = view
+    return view
 
 
 def decode_view(worker: DecodeWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
-    """Returns what a gateway knows of a decode worker."""
+    """Returns what a gateway knows of a decode worker, and keeps it while that is so."""
     spec: WorkerSpec = worker.spec
-    return WorkerView(
+    worker.view = view = WorkerView(
         worker_id=worker.worker_id,
         incarnation="",
         pages_total=spec.num_pages,
@@ -168,3 +171,4 @@ def decode_view(worker: DecodeWorker, max_sequence_tokens: int, *, region: str =
         region=region,
         can_pull=True,
     )
+    return view

@@ -12,6 +12,7 @@ from planning.simulator.block_cache import Lease, PagePool
 from planning.simulator.events import EventLoop
 from planning.simulator.jobs import Job, PromptLine, WorkerSpec
 from planning.simulator.timeline import Timeline
+from services.scheduling.routing.views import WorkerView
 
 
 class PrefillOwner(Protocol):
@@ -44,10 +45,13 @@ class PrefillWorker:
         self.pace = 1.0
         """How many times as long as its law says its steps take."""
         self.is_lost = False
+        self.view: WorkerView | None = None
+        """What a gateway sees of it; None: it has changed since somebody looked, or changes all the time."""
         self._loop = loop
         self._owner = owner
         self._step_began_s = 0.0
-        self._is_stepping = False
+        self.is_stepping = False
+        """Whether it computes, so that what waits here becomes less all the time."""
         self._sending: dict[tuple[int, int], Lease] = {}
         self.num_fetching = 0
         """Prompts whose beginning is on its way from another worker."""
@@ -65,11 +69,17 @@ class PrefillWorker:
     @property
     def queue_s(self) -> float:
         """Predicted seconds until what waits here is computed."""
-        done_s = self._loop.now_s - self._step_began_s if self._is_stepping else 0.0
+        done_s = self._loop.now_s - self._step_began_s if self.is_stepping else 0.0
         return max(0.0, self.line.time_s - done_s)
+
+    def expect(self, more: int) -> None:
+        """Notes that `more` prompts' beginnings are on their way from other workers."""
+        self.num_fetching += more
+        self.view = None
 
     def enter(self, job: Job) -> None:
         """Takes a prompt that fits into the pool when it is alone."""
+        self.view = None
         self.line.enter(job, self.pool.num_cached(job.blocks))
         self._step_if_idle()
 
@@ -77,10 +87,12 @@ class PrefillWorker:
         """Gives the pages of a prompt back: they have arrived, or nobody wants them any longer."""
         if not self.is_lost:
             self.pool.release(self._sending.pop((job.index, attempt)))
+            self.view = None
             self._step_if_idle()
 
     def drop(self, job: Job) -> None:
         """Forgets a prompt whose attempt has failed; its pages are free unless they are being sent."""
+        self.view = None
         if self.line.drop(job) and job.prefill_lease is not None:
             self.pool.release(job.prefill_lease)
             job.prefill_lease = None
@@ -95,14 +107,15 @@ class PrefillWorker:
         self.is_lost = True
 
     def _step_if_idle(self) -> None:
-        if not self._is_stepping and self.line and not self.is_lost:
+        if not self.is_stepping and self.line and not self.is_lost:
             self._step()
 
     def _step(self) -> None:
         now_s = self._loop.now_s
+        self.view = None
         self.line.begin_waiting(self._begin, now_s)
         chunks = self.line.next_chunks(0, busy_s=None, now_s=now_s)
-        self._is_stepping = bool(chunks)
+        self.is_stepping = bool(chunks)
         if chunks:
             work = [(num_tokens, job.num_computed_tokens) for job, num_tokens in chunks]
             self._step_began_s = now_s

@@ -58,7 +58,7 @@ class Transfers:
 
     def fetch(self, worker: PrefillWorker, job: Job, *, pull: Pull) -> None:
         """Has the beginning of a prompt sent from its holder to the prefill worker, which takes the prompt then."""
-        worker.num_fetching += 1
+        worker.expect(1)
         link, now_s = self._link(worker, pull.holder.worker_id), self._loop.now_s
         end_s = self._network.book(
             source=self._card_of(pull.holder.worker_id),
@@ -88,7 +88,7 @@ class Transfers:
 
 
 def _take_fetched(worker: PrefillWorker, job: Job, attempt: int, num_blocks: int) -> None:
-    worker.num_fetching -= 1
+    worker.expect(-1)
     if job.attempt == attempt and not worker.is_lost:
         worker.pool.remember(job.blocks[:num_blocks])
         worker.enter(job)
