@@ -23,43 +23,45 @@ class BlockCache:
         assert capacity is None or capacity >= 0, "a capacity is a number of blocks"
         self._capacity = capacity
         self._is_leaf_first = eviction == LRU_LEAF_FIRST
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        """The blocks, the next to go first."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._blocks
+        return block_id in self.blocks
 
     def access(self, block_ids: Sequence[int]) -> int:
         """Notes a prompt; returns how many of its blocks were cached. Afterwards all are, as far as there is room."""
         if self._is_leaf_first:
             num_hits = 0
-            while num_hits < len(block_ids) and block_ids[num_hits] in self._blocks:
+            while num_hits < len(block_ids) and block_ids[num_hits] in self.blocks:
                 num_hits += 1
             self.put(block_ids)
             return num_hits
         num_hits = 0
         for block_id in block_ids:
-            num_hits += block_id in self._blocks
+            num_hits += block_id in self.blocks
             self.put((block_id,))
         return num_hits
 
     def put(self, block_ids: Sequence[int]) -> None:
         """Remembers blocks of one prompt, given in its order; they are the youngest now. The oldest go if need be."""
+        blocks = self.blocks
         for block_id in reversed(block_ids) if self._is_leaf_first else block_ids:
-            self._blocks[block_id] = None
-            self._blocks.move_to_end(block_id)
-        while self._capacity is not None and len(self._blocks) > self._capacity:
+            blocks[block_id] = None
+            blocks.move_to_end(block_id)
+        while self._capacity is not None and len(blocks) > self._capacity:
             self.evict()
 
     def take(self, block_id: int) -> None:
         """Somebody uses the block from now on; it is no longer among those that may go."""
-        del self._blocks[block_id]
+        del self.blocks[block_id]
 
     def evict(self) -> int:
         """The oldest block goes; which it was."""
-        return self._blocks.popitem(last=False)[0]
+        return self.blocks.popitem(last=False)[0]
 
 
 def hit_rate(prompts: Iterable[Sequence[int]], capacity: int | None, eviction: str = LRU) -> float:
@@ -99,7 +101,7 @@ class PagePool:
 
     def num_cached(self, block_ids: Sequence[int]) -> int:
         """How many blocks from the first on are here."""
-        users, idle = self._users, self._idle
+        users, idle = self._users, self._idle.blocks
         for index, block_id in enumerate(block_ids):
             if block_id not in users and block_id not in idle:
                 return index
@@ -111,17 +113,19 @@ class PagePool:
         What is here of the blocks is used; for the rest the oldest remembered blocks go, if need be.
         """
         assert num_pages >= len(block_ids), "every block is a page"
-        num_cached = self.num_cached(block_ids)
-        num_idle = sum(block_id in self._idle for block_id in block_ids[:num_cached])
+        users, num_cached = self._users, self.num_cached(block_ids)
+        cached = list(block_ids[:num_cached])
+        idle = [block_id for block_id in cached if block_id not in users]
         num_new = num_pages - num_cached
-        if num_new + num_idle > self.num_available:
+        if num_new + len(idle) > self.num_available:
             return None
-        for block_id in block_ids[:num_cached]:
-            self._use(block_id)
+        for block_id in cached:
+            users[block_id] = users.get(block_id, 0) + 1
+        for block_id in idle:
+            self._idle.take(block_id)
         self._num_private += num_new
-        while self._num_private + len(self._users) + len(self._idle) > self.num_pages:
-            self._idle.evict()
-        return Lease(block_ids, num_cached, num_new, list(block_ids[:num_cached]))
+        self._make_room()
+        return Lease(block_ids, num_cached, num_new, cached)
 
     def publish(self, lease: Lease) -> None:
         """The lease's blocks are computed: others may use them.
@@ -129,35 +133,33 @@ class PagePool:
         Where another request has computed a block at the same time, the copy stays private; the blocks after it are
         still found, because an id stands for all that is before.
         """
-        for block_id in lease.block_ids[lease.num_cached :]:
-            if block_id not in self._users and block_id not in self._idle:
-                self._users[block_id] = 1
-                self._num_private -= 1
-                lease.num_private -= 1
-                lease.shared.append(block_id)
+        users, idle = self._users, self._idle.blocks
+        new = [one for one in lease.block_ids[lease.num_cached :] if one not in users and one not in idle]
+        users.update(dict.fromkeys(new, 1))
+        self._num_private -= len(new)
+        lease.num_private -= len(new)
+        lease.shared += new
 
     def remember(self, block_ids: Sequence[int]) -> None:
         """Blocks have come from elsewhere, which nobody uses yet; the oldest remembered ones go if need be."""
         self._idle.put([block_id for block_id in block_ids if block_id not in self._users])
-        while self._num_private + len(self._users) + len(self._idle) > self.num_pages:
-            self._idle.evict()
+        self._make_room()
 
     def release(self, lease: Lease) -> None:
         """The request has ended: its private pages are free, its shared blocks are remembered once nobody uses them."""
         self._num_private -= lease.num_private
-        unused = []
+        users, unused = self._users, []
         for block_id in lease.shared:
-            self._users[block_id] -= 1
-            if self._users[block_id] == 0:
-                del self._users[block_id]
+            num_users = users[block_id] - 1
+            if num_users:
+                users[block_id] = num_users
+            else:
+                del users[block_id]
                 unused.append(block_id)
         self._idle.put(unused)
         lease.num_private = 0
         lease.shared = []
 
-    def _use(self, block_id: int) -> None:
-        if block_id in self._users:
-            self._users[block_id] += 1
-        else:
-            self._idle.take(block_id)
-            self._users[block_id] = 1
+    def _make_room(self) -> None:
+        for _ in range(self._num_private + len(self._users) + len(self._idle) - self.num_pages):
+            self._idle.evict()

@@ -144,11 +144,15 @@ class BatchedLaw:
         self._prompt = prompt
         self._token = token
         self._mixed_factor = mixed_factor
+        self._lines: dict[int, DecodeSpeed] = {}
         self.prefill = line_of_prompts(lambda num_tokens, _: prompt.at(num_tokens))
 
     def decode_at(self, num_sequences: int) -> DecodeSpeed:
         """Returns a constant."""
-        return DecodeSpeed(self._token.at(num_sequences), 0.0)
+        line = self._lines.get(num_sequences)
+        if line is None:
+            line = self._lines[num_sequences] = DecodeSpeed(self._token.at(num_sequences), 0.0)
+        return line
 
     def step_s(self, chunks: Sequence[Chunk], *, num_sequences: int = 0, context_tokens: int = 0) -> float:
         """Returns the time of as many prompt tokens as the step has tokens."""

@@ -60,13 +60,14 @@ class Regions:
 
         `workers` are those of each role. `target_s`: when the first token is due, after the arrival; None: never.
         """
-        prefills, decodes = ([view for view in role if permits(job.residency, view.region)] for role in workers)
+        if job.residency:
+            workers = [[view for view in role if permits(job.residency, view.region)] for role in workers]
 
         def routes_to(is_home: bool) -> Sequence[Route]:
-            near = [
-                [one for one in role if not is_home or one.region in (job.region, "")] for role in (prefills, decodes)
-            ]
-            return self._router.route(request, *near, can_pull=self._can_pull, now_s=now_s)
+            prefills, decodes = workers
+            if is_home:
+                prefills, decodes = ([one for one in role if one.region in (job.region, "")] for role in workers)
+            return self._router.route(request, prefills, decodes, can_pull=self._can_pull, now_s=now_s)
 
         if not job.region or target_s is None or job.attempt > 1:
             return routes_to(False)

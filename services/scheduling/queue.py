@@ -324,7 +324,7 @@ class RequestQueue:
 
         Strategy `fair` does not: there a tenant's entries keep their order.
         """
-        if self._is_fair:
+        if self._is_fair or not self._waiting:
             return []
         self._file()
         yielded = []

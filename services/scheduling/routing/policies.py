@@ -8,9 +8,10 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 
-from services.scheduling.routing.price import DecodeTerms, PrefillTerms, Prices
+from services.scheduling.routing.price import Prices
 from services.scheduling.routing.views import WorkerView
 
 
@@ -26,18 +27,19 @@ class PolicyInputs:
 
     def in_turn(self, views: list[WorkerView]) -> list[WorkerView]:
         """Returns workers by id, another one first with each decision."""
-        return rotated(sorted(views, key=lambda view: view.worker_id), self.turn)
+        return rotated(sorted(views, key=_BY_ID), self.turn)
 
     def loads_s(self, views: list[WorkerView]) -> dict[str, float]:
         """Returns how long each worker has to do: with its queue, for the answer, and for the lack of pages."""
         prices = self.prices
+        # PrefillTerms and DecodeTerms: names would cost more than the sums.
         if not self.is_decode:
-            prefills = map(PrefillTerms._make, prices.price_prefills(views))
-            return {one.view.worker_id: one.queue_s + one.pressure_s for one in prefills}
-        decodes = map(DecodeTerms._make, prices.price_decodes(views))
+            return {one[2].worker_id: one[4] + one[7] for one in prices.price_prefills(views)}
         answer = prices.new_tokens
-        return {one.view.worker_id: one.queue_s + answer * one.step_s + one.pressure_s for one in decodes}
+        return {one[2].worker_id: one[8] + answer * one[4] + one[5] for one in prices.price_decodes(views)}
 
+
+_BY_ID = attrgetter("worker_id")
 
 Policy = Callable[[list[WorkerView], PolicyInputs], list[WorkerView]]
 

@@ -250,14 +250,13 @@ class Prices:
     def add_hot_spots(self, priced: list[Terms], hits: "Hits", now_s: float) -> None:
         """Raises, in place, the prices of hot workers that have a longer queue than the median."""
         chosen = hits.by_worker
-        held = [PrefillTerms._make(entry) for entry in priced if entry[3] and entry[2].worker_id in chosen]
+        held = [entry for entry in priced if entry[3] and entry[2].worker_id in chosen]
         if not held:
             return
         queues, middle = sorted([entry[4] for entry in priced]), len(priced) // 2
         median = queues[middle] if len(queues) % 2 else (queues[middle - 1] + queues[middle]) / 2
-        for entry in held:
-            is_hot = hits.is_hot(entry.view.worker_id, len(priced), self.settings.hot_min_hits, now_s)
-            if is_hot and entry.queue_s > median:
+        for entry in (PrefillTerms._make(entry) for entry in held if entry[4] > median):
+            if hits.is_hot(entry.view.worker_id, len(priced), self.settings.hot_min_hits, now_s):
                 saved_s = self.crowd * entry.view.prefill_speed.computed_twice_s(0, entry.cached_tokens)
                 hot_s = min(entry.queue_s - median, saved_s / 2)
                 priced[entry.position] = entry._replace(price_s=entry.price_s + hot_s, hot_spot_s=hot_s)
@@ -345,7 +344,7 @@ class Prices:
         """Returns the link as measured, or as P's links usually are; a far one that was never measured is slower."""
         link = prefill.links.get(decode.worker_id)
         if link is None:
-            link = _usual_link(prefill)
+            link = prefill.usual_link or _usual_link(prefill)
             if prefill.region and decode.region and prefill.region != decode.region:
                 settings, way = self.settings, (prefill.region, decode.region)
                 factor, more_s = settings.cross_region_factor, settings.distances_s.get(way, settings.cross_region_s)
@@ -426,11 +425,8 @@ def _as_decode(view: WorkerView, chunk_tokens: int) -> tuple[Any, ...]:
 
 
 def _usual_link(view: WorkerView) -> PeerLink:
-    """Returns, and keeps, a worker's link to a decode worker as its links usually are."""
-    link = view.usual_link
-    if link is None:
-        link = PeerLink(view.link_speed.latency_s, view.link_speed.bytes_per_s)
-        view.usual_link = link
+    """Works out and keeps a worker's link to a decode worker as its links usually are."""
+    view.usual_link = link = PeerLink(view.link_speed.latency_s, view.link_speed.bytes_per_s)
     return link
 
 
