@@ -5,6 +5,7 @@ once it is idle. A lost one is known to be lost some time after it did its last 
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -128,8 +129,12 @@ class Pool:
 
 def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
     """Returns what a gateway knows of a prefill worker, and keeps it while that is so."""
+    if worker.view is not None:  # what waits becomes less while it computes, and nothing else changes
+        view = copy(worker.view)
+        view.queue_s, view.as_prefill = worker.queue_s, None
+        return view
     spec: WorkerSpec = worker.spec
-    view = WorkerView(
+    worker.view = view = WorkerView(
         worker_id=worker.worker_id,
         incarnation="",
         pages_total=spec.num_pages,
@@ -145,8 +150,6 @@ def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str
         region=region,
         can_pull=True,
     )
-    if not worker.is_stepping:
-        worker.view = view
     return view
 
 

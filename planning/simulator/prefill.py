@@ -46,7 +46,7 @@ class PrefillWorker:
         """How many times as long as its law says its steps take."""
         self.is_lost = False
         self.view: WorkerView | None = None
-        """What a gateway sees of it; None: it has changed since somebody looked, or changes all the time."""
+        """What a gateway sees of it; None: it has changed since somebody looked."""
         self._loop = loop
         self._owner = owner
         self._step_began_s = 0.0

@@ -219,6 +219,8 @@ class Prices:
         held_here, held = max(0, min(held_here, most)), self.held_tokens
         weight = settings.disaggregation.redone_weight if held_here < held else 0.0
         least_latency_s, most_bytes_per_s = math.inf, 1.0
+        # Workers that are alike and hold as much, often all of them, compute as long.
+        known_speed, known_cached, work_s, redone_s = None, 0, 0.0, 0.0
         priced: list[Terms] = []
         for position, view in enumerate(views):
             facts = view.as_prefill
@@ -228,16 +230,17 @@ class Prices:
             cached = cached_tokens.get(worker_id, 0) if cached_tokens else 0
             if cached > most:
                 cached = most
-            work_s = speed.time_s(num_tokens - cached, cached)
-            redone_s = pressure_s = place_s = 0.0
+            if cached != known_cached or speed is not known_speed:
+                known_speed, known_cached = speed, cached
+                work_s = speed.time_s(num_tokens - cached, cached)
+                redone_s = speed.computed_twice_s(held_here, held) if weight else 0.0
+            pressure_s = place_s = 0.0
             reserve = share * pages_total
             left = available - num_tokens / page_size
             if left < reserve:
                 pressure_s = self._pressure_s(left, reserve)
             if has_place:
                 place_s = self._place_s(view, self.prefill_strangeness)
-            if weight:
-                redone_s = speed.computed_twice_s(held_here, held)
             price_s = queue_s + crowd * work_s + pressure_s + place_s + weight * redone_s
             priced.append((price_s, position, view, cached, queue_s, work_s, redone_s, pressure_s, place_s, 0.0, 0.0))
             if latency_s < least_latency_s:
@@ -273,6 +276,8 @@ class Prices:
         # Getting the prompt's pages from elsewhere never costs less.
         elsewhere_s = self.prefills[0][0] + self.least_latency_s if self.prefills else math.inf
         token_s = request.kv_bytes_per_token / self.most_bytes_per_s
+        # Workers that are alike and hold as much, often all of them, compute as long.
+        known_speed, known_cached, work_s, redone_s, more_s, num_chunks, far_s = None, 0, 0.0, 0.0, 0.0, 0, 0.0
         priced: list[Terms] = []
         for position, view in enumerate(views):
             facts = view.as_decode
@@ -282,9 +287,14 @@ class Prices:
             cached = cached_tokens.get(worker_id, 0) if cached_tokens else 0
             if cached > most:
                 cached = most
-            lacking = num_tokens - cached
+            if cached != known_cached or speed is not known_speed:
+                known_speed, known_cached, lacking = speed, cached, num_tokens - cached
+                work_s = speed.time_s(lacking, cached)
+                redone_s = speed.computed_twice_s(cached, held)
+                more_s, num_chunks = work_s - speed.overhead_s, 1 + (lacking - 1) // chunk_tokens
+                far_s = elsewhere_s + token_s * lacking
             step_s = base_s + context_s * (context + half_context)
-            pressure_s = place_s = stretched_s = redone_s = 0.0
+            pressure_s = place_s = stretched_s = 0.0
             reserve = share * pages_total
             left = available - all_tokens / page_size
             if left < reserve:
@@ -292,20 +302,17 @@ class Prices:
             if has_place:
                 place_s = self._place_s(view, self.decode_strangeness)
             common_s = new_tokens * step_s + pressure_s + place_s
-            work_s = speed.time_s(lacking, cached)
             first_s, num_disturbed = queue_s + work_s, disturbed
             if batch is not None:
                 running, now_step_s, stretch, steps_left = batch
-                num_steps, num_chunks = (work_s - speed.overhead_s) / stretch, 1 + (lacking - 1) // chunk_tokens
+                num_steps = more_s / stretch
                 num_steps = num_chunks if num_chunks > num_steps else num_steps
                 stretched_s = now_step_s + work_s / num_steps
                 first_s += (num_steps if num_steps < steps_left else steps_left) * now_step_s
                 num_disturbed = running if running > disturbed else disturbed
             itl_s = work_s * num_disturbed
-            if cached < held:
-                redone_s = speed.computed_twice_s(cached, held)
             local_s = first_s + itl_weight * itl_s + weight * redone_s
-            remote_s = elsewhere_s + token_s * lacking + INTERFERENCE * queue_s
+            remote_s = far_s + INTERFERENCE * queue_s
             least_s = common_s + (remote_s if remote_s < local_s else local_s)
             terms = (least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s)
             priced.append((*terms, first_s, stretched_s, itl_s, redone_s, local_s))
