@@ -340,9 +340,8 @@ class Cluster:
         self._is_draining = True
         while self._retries and self._place(self._retries[0]):
             self._start(self._retries.popleft())
-        late = self.queue.yield_late(self._loop.now_s)
-        if self._overload is not None:
-            for yielded in late:
+        if self._overload is not None:  # nobody else promises anything
+            for yielded in self.queue.yield_late(self._loop.now_s):
                 self._overload.note_late(yielded, self._loop.now_s)
         is_backlogged = bool(self._retries)
         while not self._retries and (entry := self.queue.peek()) is not None:

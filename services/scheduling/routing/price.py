@@ -252,14 +252,14 @@ class Prices:
 
     def add_hot_spots(self, priced: list[Terms], hits: "Hits", now_s: float) -> None:
         """Raises, in place, the prices of hot workers that have a longer queue than the median."""
-        chosen = hits.by_worker
-        held = [entry for entry in priced if entry[3] and entry[2].worker_id in chosen]
+        chosen, least = hits.by_worker, self.settings.hot_min_hits
+        held = [entry for entry in priced if entry[3] and chosen.get(entry[2].worker_id, NO_HITS)[0] >= least]
         if not held:
             return
         queues, middle = sorted([entry[4] for entry in priced]), len(priced) // 2
         median = queues[middle] if len(queues) % 2 else (queues[middle - 1] + queues[middle]) / 2
         for entry in (PrefillTerms._make(entry) for entry in held if entry[4] > median):
-            if hits.is_hot(entry.view.worker_id, len(priced), self.settings.hot_min_hits, now_s):
+            if hits.is_hot(entry.view.worker_id, len(priced), least, now_s):
                 saved_s = self.crowd * entry.view.prefill_speed.computed_twice_s(0, entry.cached_tokens)
                 hot_s = min(entry.queue_s - median, saved_s / 2)
                 priced[entry.position] = entry._replace(price_s=entry.price_s + hot_s, hot_spot_s=hot_s)
@@ -314,8 +314,12 @@ class Prices:
             local_s = first_s + itl_weight * itl_s + weight * redone_s
             remote_s = far_s + INTERFERENCE * queue_s
             least_s = common_s + (remote_s if remote_s < local_s else local_s)
-            terms = (least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s)
-            priced.append((*terms, first_s, stretched_s, itl_s, redone_s, local_s))
+            # fmt: off - a line for each name would be a third of this function
+            priced.append((
+                least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s,
+                first_s, stretched_s, itl_s, redone_s, local_s,
+            ))
+            # fmt: on
         return priced
 
     def price(self, terms: Terms) -> PricedWay:
@@ -450,6 +454,10 @@ def _queue_s(view: WorkerView, chunk_tokens: int) -> float:
     return speed.overhead_s + per_token_s * tokens + squared_s
 
 
+NO_HITS = (0.0, 0.0)
+"""(count, when) of a worker that was never chosen."""
+
+
 class Hits:
     """How often workers were chosen for what they hold, forgotten exponentially."""
 
@@ -472,5 +480,5 @@ class Hits:
         return hits >= min_hits and hits > min(0.75, 2 / num_workers) * self._count(None, now_s)
 
     def _count(self, worker_id: str | None, now_s: float) -> float:
-        count, at_s = self.by_worker.get(worker_id, (0.0, now_s))
+        count, at_s = self.by_worker.get(worker_id, NO_HITS)
         return count * math.exp((at_s - now_s) / self._window_s) if now_s > at_s else count
