@@ -95,7 +95,6 @@ class DecodeWorker:
         assert job.decode_lease is not None, "its pages are promised"
         self.line.enter(job, job.decode_lease.num_cached)
         job.num_cached_tokens = job.num_computed_tokens
-        self.view = None
         self._continue()
 
     def join(self, job: Job) -> None:

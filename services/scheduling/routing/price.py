@@ -315,10 +315,24 @@ class Prices:
             remote_s = far_s + INTERFERENCE * queue_s
             least_s = common_s + (remote_s if remote_s < local_s else local_s)
             # fmt: off - a line for each name would be a third of this function
-            priced.append((
-                least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s,
-                first_s, stretched_s, itl_s, redone_s, local_s,
-            ))
+            priced.append(
+                (
+                    least_s,
+                    position,
+                    view,
+                    cached,
+                    step_s,
+                    pressure_s,
+                    place_s,
+                    common_s,
+                    queue_s,
+                    first_s,
+                    stretched_s,
+                    itl_s,
+                    redone_s,
+                    local_s,
+                )
+            )
             # fmt: on
         return priced
 

@@ -1,15 +1,23 @@
 """A pool that changes while requests run: workers start, leave and are lost; no request is."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from planning.simulator.cluster import Cluster, Run, simulate
 from planning.simulator.events import EventLoop
-from planning.simulator.pool import DECODE, PREFILL
+from planning.simulator.faults import DEATH, SILENCE, SLOWNESS, STOPPED_CARD, Fault, with_faults
+from planning.simulator.jobs import CHUNKINGS, Job
+from planning.simulator.pool import DECODE, PREFILL, decode_view, prefill_view
+from planning.simulator.prefill import PrefillWorker
 from planning.simulator.traces import TraceRequest
 from services.scheduling.prediction import LinkSpeed
+from services.scheduling.routing.views import WorkerView
 from tests.planning.simulator.small import cluster_spec, trace_of, worker_spec
+
+
+WORKED_OUT = ("as_prefill", "usual_link", "as_decode")
 
 
 def requests(num: int, gap_s: float) -> list[TraceRequest]:
@@ -52,6 +60,57 @@ def test_without_decode_workers_requests_wait_for_one() -> None:
     run = simulate(trace_of(requests(5, 0.01)), cluster_spec(1, 0), "hybrid", meddler=meddle)
     check_all_answered(run)
     assert all(job.first_token_s is not None and job.first_token_s >= 5.0 for job in run.jobs)
+
+
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("num_prefill", [0, 3])
+def test_what_gateways_see_is_what_workers_are_whatever_happens(chunking: str, num_prefill: int) -> None:
+    """Views are kept until a worker changes: prefixes in small pools, fetches, and all kinds of faults."""
+    source = random.Random(1)
+    prompts = [(group, *range(100 * number, 100 * number + 20)) for number in range(1, 31) for group in (1, 2)]
+    load = [
+        TraceRequest(source.uniform(*when), 16 * 21 + 5, source.randint(1, 60), block_ids=source.choice(prompts))
+        for when in ((0, 10), (0, 10), (0, 10), (0, 10), (3.9, 4))  # the last ones wait when a worker dies
+        for _ in range(60)
+    ]
+    faults = [
+        Fault(kind=DEATH, worker_id="d0", at_s=4.0),
+        Fault(kind=SILENCE, worker_id="p1", at_s=2.0),
+        Fault(kind=SLOWNESS, worker_id="d1", at_s=1.0, duration_s=3.0, factor=3.0),
+        Fault(kind=STOPPED_CARD, worker_id="p0", at_s=5.0, duration_s=1.0),
+    ]
+    num_kept = 0
+
+    def meddle(cluster: Cluster, loop: EventLoop) -> None:
+        with_faults(faults)(cluster, loop)
+        views = cluster.views
+
+        def compared(job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
+            nonlocal num_kept
+            kept = [worker.view for worker in (*cluster.pool.prefills.values(), *cluster.pool.decodes.values())]
+            seen = views(job)
+            for before, view in zip(kept, (*seen[0], *seen[1]), strict=True):
+                worker = cluster.pool.find(view.worker_id)
+                assert worker is not None
+                worker.view = None
+                most = cluster.spec.max_sequence_tokens
+                new = prefill_view(worker, most) if isinstance(worker, PrefillWorker) else decode_view(worker, most)
+                assert facts(view) == facts(new)
+                num_kept += view is before
+            return seen
+
+        cluster.views = compared  # type: ignore[method-assign]
+
+    one = worker_spec(num_pages=400, chunk_tokens=512, chunking=chunking, max_batch=8)
+    spec = replace(cluster_spec(num_prefill, 3, prefill=one, decode=one), pulls_prefixes=True)
+    run = simulate(trace_of(load), spec, "hybrid", meddler=meddle)
+    check_all_answered(run)
+    assert num_kept > 100
+
+
+def facts(view: WorkerView) -> tuple[object, ...]:
+    """What is known of a worker, without what was worked out of it."""
+    return tuple(getattr(view, name) for name in WorkerView.__struct_fields__ if name not in WORKED_OUT)
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])

@@ -100,6 +100,24 @@ def test_what_is_ranked_is_what_is_told_and_the_first_are_found_without_pricing_
     assert len(first) + len(others) == len(ways)
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(cases(), st.booleans())
+def test_what_a_worker_costs_does_not_depend_on_those_that_were_priced_before_it(case, is_alike):
+    asked, ps, ds = case
+    if is_alike:
+        ps, ds = ([one.replaced(prefill_speed=role[0].prefill_speed) for one in role] for role in (ps, ds))
+    # Of prefill workers the one that holds most counts for all, so each is priced beside it.
+    held = max(ps, key=lambda one: asked.cached_tokens.get(one.worker_id, 0), default=None)
+    prices = Prices(asked, RoutingSettings(), None)
+    together = prices.price_prefills(ps)
+    for one, terms in zip(ps, together, strict=True):
+        assert prices.price_prefills([one, held])[0][3:] == terms[3:]
+    prices.price_prefills(ps)
+    prices.prefills = sorted(together)
+    for one, terms in zip(ds, prices.price_decodes(ds), strict=True):
+        assert prices.price_decodes([one])[0][2:] == terms[2:]
+
+
 def test_a_hot_worker_that_holds_more_is_never_dearer():
     hot, others = view("a", waiting_tokens=20_000), [view("b", waiting_tokens=20_000), view("c", waiting_tokens=100)]
     others += [view("d", waiting_tokens=100), view("e", waiting_tokens=100)]
