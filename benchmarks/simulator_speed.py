@@ -3,7 +3,7 @@
     python -m benchmarks.simulator_speed [--rounds 3] [--loads PART …] [--json FILE]
 
 Counted are the requests that were answered: the tokens of their answers, and those of prompts and answers together.
-Seconds are CPU time, the best of the rounds; reading a trace does not count. The limit beside it is the bare event loop:
+Seconds are CPU time, the best of the rounds, without reading a trace. The limit beside it is the bare event loop:
 the last column says how many events that do nothing it could have had in the time of one request, and holds on other
 machines too. Many steps of a batch are one event; a decision looks at all workers. The aim is one million answer
 tokens in a second.

@@ -199,10 +199,7 @@ class Cluster:
                 num_blocks = worker.pool.num_cached(job.blocks)
                 if num_blocks:
                     cached[worker.worker_id] = num_blocks * worker.spec.page_size
-        prefills = [
-            one.view if one.view is not None and not one.is_stepping else prefill_view(one, most, region=regions[name])
-            for name, one in pool.prefills.items()
-        ]
+        prefills = [prefill_view(one, most, region=regions[name]) for name, one in pool.prefills.items()]
         decodes = [one.view or decode_view(one, most, region=regions[name]) for name, one in pool.decodes.items()]
         return prefills, decodes, cached
 

@@ -129,8 +129,10 @@ class Pool:
 
 def prefill_view(worker: PrefillWorker, max_sequence_tokens: int, *, region: str = "") -> WorkerView:
     """Returns what a gateway knows of a prefill worker, and keeps it while that is so."""
-    if worker.view is not None:  # what waits becomes less while it computes, and nothing else changes
-        view = copy(worker.view)
+    if worker.view is not None:
+        if not worker.is_stepping:
+            return worker.view
+        view = copy(worker.view)  # what waits becomes less while it computes, and nothing else changes
         view.queue_s, view.as_prefill = worker.queue_s, None
         return view
     spec: WorkerSpec = worker.spec

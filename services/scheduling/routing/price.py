@@ -253,7 +253,7 @@ class Prices:
     def add_hot_spots(self, priced: list[Terms], hits: "Hits", now_s: float) -> None:
         """Raises, in place, the prices of hot workers that have a longer queue than the median."""
         chosen, least = hits.by_worker, self.settings.hot_min_hits
-        held = [entry for entry in priced if entry[3] and chosen.get(entry[2].worker_id, NO_HITS)[0] >= least]
+        held = [entry for entry in priced if entry[3] and chosen.get(entry[2].worker_id, (0.0,))[0] >= least]
         if not held:
             return
         queues, middle = sorted([entry[4] for entry in priced]), len(priced) // 2
@@ -276,7 +276,6 @@ class Prices:
         # Getting the prompt's pages from elsewhere never costs less.
         elsewhere_s = self.prefills[0][0] + self.least_latency_s if self.prefills else math.inf
         token_s = request.kv_bytes_per_token / self.most_bytes_per_s
-        # Workers that are alike and hold as much, often all of them, compute as long.
         known_speed, known_cached, work_s, redone_s, more_s, num_chunks, far_s = None, 0, 0.0, 0.0, 0.0, 0, 0.0
         priced: list[Terms] = []
         for position, view in enumerate(views):
@@ -289,8 +288,7 @@ class Prices:
                 cached = most
             if cached != known_cached or speed is not known_speed:
                 known_speed, known_cached, lacking = speed, cached, num_tokens - cached
-                work_s = speed.time_s(lacking, cached)
-                redone_s = speed.computed_twice_s(cached, held)
+                work_s, redone_s = speed.time_s(lacking, cached), speed.computed_twice_s(cached, held)
                 more_s, num_chunks = work_s - speed.overhead_s, 1 + (lacking - 1) // chunk_tokens
                 far_s = elsewhere_s + token_s * lacking
             step_s = base_s + context_s * (context + half_context)
@@ -305,8 +303,7 @@ class Prices:
             first_s, num_disturbed = queue_s + work_s, disturbed
             if batch is not None:
                 running, now_step_s, stretch, steps_left = batch
-                num_steps = more_s / stretch
-                num_steps = num_chunks if num_chunks > num_steps else num_steps
+                num_steps = num_chunks if num_chunks > (least_steps := more_s / stretch) else least_steps
                 stretched_s = now_step_s + work_s / num_steps
                 first_s += (num_steps if num_steps < steps_left else steps_left) * now_step_s
                 num_disturbed = running if running > disturbed else disturbed
@@ -314,26 +311,8 @@ class Prices:
             local_s = first_s + itl_weight * itl_s + weight * redone_s
             remote_s = far_s + INTERFERENCE * queue_s
             least_s = common_s + (remote_s if remote_s < local_s else local_s)
-            # fmt: off - a line for each name would be a third of this function
-            priced.append(
-                (
-                    least_s,
-                    position,
-                    view,
-                    cached,
-                    step_s,
-                    pressure_s,
-                    place_s,
-                    common_s,
-                    queue_s,
-                    first_s,
-                    stretched_s,
-                    itl_s,
-                    redone_s,
-                    local_s,
-                )
-            )
-            # fmt: on
+            terms = (least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s)
+            priced.append(terms + (first_s, stretched_s, itl_s, redone_s, local_s))  # noqa: RUF005 - an unpacking costs more
         return priced
 
     def price(self, terms: Terms) -> PricedWay:
@@ -468,10 +447,6 @@ def _queue_s(view: WorkerView, chunk_tokens: int) -> float:
     return speed.overhead_s + per_token_s * tokens + squared_s
 
 
-NO_HITS = (0.0, 0.0)
-"""(count, when) of a worker that was never chosen."""
-
-
 class Hits:
     """How often workers were chosen for what they hold, forgotten exponentially."""
 
@@ -494,5 +469,5 @@ class Hits:
         return hits >= min_hits and hits > min(0.75, 2 / num_workers) * self._count(None, now_s)
 
     def _count(self, worker_id: str | None, now_s: float) -> float:
-        count, at_s = self.by_worker.get(worker_id, NO_HITS)
+        count, at_s = self.by_worker.get(worker_id, (0.0, now_s))
         return count * math.exp((at_s - now_s) / self._window_s) if now_s > at_s else count

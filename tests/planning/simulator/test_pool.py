@@ -16,7 +16,6 @@ from services.scheduling.prediction import LinkSpeed
 from services.scheduling.routing.views import WorkerView
 from tests.planning.simulator.small import cluster_spec, trace_of, worker_spec
 
-
 WORKED_OUT = ("as_prefill", "usual_link", "as_decode")
 
 
