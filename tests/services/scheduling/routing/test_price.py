@@ -106,7 +106,7 @@ def test_what_a_worker_costs_does_not_depend_on_those_that_were_priced_before_it
     asked, ps, ds = case
     if is_alike:
         ps, ds = ([one.replaced(prefill_speed=role[0].prefill_speed) for one in role] for role in (ps, ds))
-    # Of prefill workers the one that holds most counts for all, so each is priced beside it.
+    # The prefill worker that holds most counts for all, so each is priced beside it.
     held = max(ps, key=lambda one: asked.cached_tokens.get(one.worker_id, 0), default=None)
     prices = Prices(asked, RoutingSettings(), None)
     together = prices.price_prefills(ps)
