@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -29,6 +30,7 @@ from services.runtime.errors import ConfigError
 from services.runtime.kinds import choice, comma_separated, folder, integer, number, path, text
 
 INFEASIBLE = 1
+TELL_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,12 @@ class PlanSettings(RegionSettings):
 
 def add_to(parser: CommandParser) -> None:
     """Gives the parser what this command takes and does."""
-    parser.runs(PlanSettings, lambda settings: run(settings, sys.stdout))
+    parser.runs(PlanSettings, lambda settings: run(settings, sys.stdout, sys.stderr))
 
 
-def run(settings: PlanSettings, stdout: TextIO) -> int:
+def run(settings: PlanSettings, stdout: TextIO, stderr: TextIO) -> int:
     """Plans, prints and writes. Returns the exit code."""
-    asked = question(settings)
+    asked = replace(question(settings), tell=_Progress(stderr))
     facts = page.facts(asked, answer(asked))
     print(page.text(facts), end="", file=stdout)
     if settings.json is not None:
@@ -98,6 +100,20 @@ def question(settings: PlanSettings) -> Question:
         settings.redundancy,
         settings.geography,
     )
+
+
+class _Progress:
+    """Says now and then what is being simulated: a plan may take minutes."""
+
+    def __init__(self, stderr: TextIO) -> None:
+        self._stderr = stderr
+        self._last_s, self._num = time.monotonic(), 0
+
+    def __call__(self, text: str) -> None:
+        self._num += 1
+        if (now_s := time.monotonic()) - self._last_s >= TELL_EVERY_S:
+            self._last_s = now_s
+            print(f"simulation {self._num}: {text}", file=self._stderr)
 
 
 def _kind(measured: Measured, gpu: Gpu) -> Kind:

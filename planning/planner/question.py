@@ -1,7 +1,7 @@
 """What a plan is asked: a workload, targets, and the kinds of workers there are to choose from."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planning.simulator.geography import Geography
@@ -103,7 +103,7 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Question:
     """A workload, its targets, the kinds of workers, the most GPUs, how many workers of a role may be lost, and where
-    workers are and requests come from.
+    workers are and requests come from. `tell` is called with what is simulated next.
     """
 
     workload: Workload
@@ -113,6 +113,7 @@ class Question:
     redundancy: int = 0
     geography: Geography = field(default_factory=Geography)
     seeds: tuple[int, ...] = field(default=(1, 2, 3))
+    tell: Callable[[str], None] = field(default=lambda text: None, compare=False)
 
 
 def kinds_for(

@@ -135,6 +135,8 @@ def outcome(question: Question, shape: Shape, *, seed: int = 1, load: float = 1.
     shares = [num_decode / shape.num_decode] + ([num_prefill / shape.num_prefill] if num_prefill else [])
     rate_per_s = question.workload.rate_per_s * load * max(shares)
     num_requests = max(MIN_REQUESTS, math.ceil(SPAN * rate_per_s * _usual_s(question, shape)))
+    workers = f"{num_prefill} prefill and {num_decode} decode workers" if num_prefill else f"{num_decode} workers"
+    question.tell(f"{workers} with {num_requests} requests at {rate_per_s:.3g} a second")
     trace = geography.placed(question.workload.trace(num_requests, rate_per_s=rate_per_s, seed=seed), seed=seed)
     longest = max(prompt + reply for prompt, reply in question.workload.lengths)
     decode = shape.decode.spec(is_decode=True, chunk_tokens=CHUNK_TOKENS if num_prefill else DECODE_CHUNK_TOKENS)

@@ -31,3 +31,20 @@ def test_infeasible_is_an_exit_code_and_a_reason(capsys: pytest.CaptureFixture[s
 def test_without_a_target_there_is_nothing_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL]) == 2
     assert "a plan needs a target" in capsys.readouterr().err
+
+
+def test_a_plan_says_now_and_then_what_it_simulates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--rate", "20", "--ttft", "0.5", "--tpot", "0.03"]
+    assert main(["plan", *SMALL, *words]) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setattr("cli.plan.TELL_EVERY_S", 0.0)
+    assert main(["plan", *SMALL, *words]) == 0
+    told = capsys.readouterr()
+    assert told.out == quiet.out
+    lines = told.err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"simulation {number + 1}" for number in range(len(lines))]
+    assert "1 prefill and 1 decode workers with " in told.err
+    assert "requests at 20 a second" in told.err
+    assert len(quiet.err.splitlines()) < len(lines)
