@@ -5,6 +5,10 @@ gaps between tokens, by time, in a window before, and in one that begins `SETTLE
 while all of them still run. Two clusters in turn, without rebalancing and with it: the first one's answers, which
 never moved, are what those of the second are compared with, token for token. Aim: half the gap, which is the least
 that is possible where a step costs nothing but its sequences.
+
+On few cores that takes two flags: `--long`, a model whose steps cost what its contexts cost, and `--share 0.45`, which
+gives each decode worker that part of a core (root only), so that the second one takes nothing from the first, as on
+machines of their own: `--long --share 0.45 --prompt-tokens 1500 --kv-pages 6000 --new-tokens 800 --window 5`.
 """
 
 import argparse
