@@ -136,8 +136,8 @@ async def test_a_turn_that_fails_is_not_added(make, client_of, monkeypatch, talk
     response = await client.responses.create(model="tiny", input="hi", conversation=conversation.id, background=True)
     await system.until(lambda: bool(system.workers["decode-0"].attempts))
     await client.responses.cancel(response.id)
-    await talker.allow(100)
     await system.until(lambda: bool(system.workers["decode-0"].cancelled))
+    await talker.allow(100)
     assert await texts(client, conversation.id) == []
 
 
