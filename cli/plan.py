@@ -61,12 +61,12 @@ class PlanSettings(RegionSettings):
 
 def add_to(parser: CommandParser) -> None:
     """Gives the parser what this command takes and does."""
-    parser.runs(PlanSettings, lambda settings: run(settings, sys.stdout, sys.stderr))
+    parser.runs(PlanSettings, lambda settings: run(settings, sys.stdout))
 
 
-def run(settings: PlanSettings, stdout: TextIO, stderr: TextIO) -> int:
+def run(settings: PlanSettings, stdout: TextIO) -> int:
     """Plans, prints and writes. Returns the exit code."""
-    asked = replace(question(settings), tell=_Progress(stderr))
+    asked = replace(question(settings), tell=_Progress())
     facts = page.facts(asked, answer(asked))
     print(page.text(facts), end="", file=stdout)
     if settings.json is not None:
@@ -103,17 +103,16 @@ def question(settings: PlanSettings) -> Question:
 
 
 class _Progress:
-    """Says now and then what is being simulated: a plan may take minutes."""
+    """Says on stderr, now and then, what is being simulated: a plan may take minutes."""
 
-    def __init__(self, stderr: TextIO) -> None:
-        self._stderr = stderr
+    def __init__(self) -> None:
         self._last_s, self._num = time.monotonic(), 0
 
     def __call__(self, text: str) -> None:
         self._num += 1
         if (now_s := time.monotonic()) - self._last_s >= TELL_EVERY_S:
             self._last_s = now_s
-            print(f"simulation {self._num}: {text}", file=self._stderr)
+            print(f"simulation {self._num}: {text}", file=sys.stderr)
 
 
 def _kind(measured: Measured, gpu: Gpu) -> Kind:

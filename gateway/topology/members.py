@@ -83,6 +83,7 @@ class Topology:
 
     def start(self) -> None:
         """Begins to watch for silent workers, and whether there is time for every token."""
+        self.stale_since_s = self.now_s()  # until the registry has been read
         self._watching = [
             asyncio.create_task(break_silent(self.members, self._last_renewal_s), name="silence-check"),
             asyncio.create_task(self.pace.keep(), name="pace"),
@@ -127,8 +128,7 @@ class Topology:
 
     def take_renewals(self, ages_s: Mapping[str, float]) -> None:
         """Takes how long ago each worker's lease was renewed, by its id, as of now."""
-        now_s = asyncio.get_running_loop().time()
-        self._renewed_at_s = {worker_id: now_s - age_s for worker_id, age_s in ages_s.items()}
+        self._renewed_at_s = {worker_id: self.now_s() - age_s for worker_id, age_s in ages_s.items()}
 
     def look_for_missing(self) -> None:
         """Has `presence` compare the workers that are present with those expected; to be called about every second."""
@@ -240,8 +240,8 @@ class Topology:
         for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
         """
         since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
-        if self.stale_since_s is not None and self.stale_since_s < since_s:
-            return False
+        if self.stale_since_s is not None and (self.stale_since_s < since_s or not self.members()):
+            return self.stale_since_s >= since_s  # where none is known yet, there may be one
         return any(
             member.is_listed and not member.is_drain_asked and not member.left_out and member.changed_at_s >= since_s
             for member in self._roles[role_name].members.values()

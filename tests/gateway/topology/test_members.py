@@ -359,3 +359,19 @@ async def test_a_pair_is_none_while_one_of_its_workers_has_another_model(make_to
         come_up(member, WorkerLoad(pages_total=100, pages_free=50))
     now = member_of(topology, "d-0").session.peer
     assert [topology.prefill_ids(model, decode=now) for model in "mn"] == [[], ["p-0"]]
+
+
+async def test_until_the_registry_has_been_read_there_may_be_workers(monkeypatch):
+    topology = Topology(gateway_incarnation="1" * 32, on_change=lambda: None)
+    try:
+        topology.start()
+        assert topology.is_away("decode", "m", audience=Audience())
+        topology.take_membership([], is_stale=True)
+        assert topology.is_away("decode", "m", audience=Audience()), "Redis says nothing yet"
+        monkeypatch.setattr("gateway.topology.members.LEASE_TTL_S", 0.0)
+        assert not topology.is_away("decode", "m", audience=Audience()), "nobody waits longer than a lease lasts"
+        monkeypatch.undo()
+        topology.take_membership([])
+        assert not topology.is_away("decode", "m", audience=Audience())
+    finally:
+        await topology.close()
