@@ -123,7 +123,8 @@ def test_one_request_is_one_trace_of_all_processes(
     assert decode.span.start_time_unix_nano - CLOCK_NS <= steps.span.start_time_unix_nano
     assert steps.span.end_time_unix_nano <= decode.span.end_time_unix_nano + CLOCK_NS
 
-    assert [chunk.said["tandem.tokens"] for chunk in chunks] == [64, 64, 64, 8]
+    sizes = [chunk.said["tandem.tokens"] for chunk in chunks]  # smaller ones where other prompts are computed beside it
+    assert (sum(sizes), max(sizes)) == (NUM_PROMPT_TOKENS, 64)
     assert sending.said["tandem.kv.pages"] == transfer.said["tandem.kv.pages"] == -(-NUM_PROMPT_TOKENS // 16)
     assert sending.said["tandem.kv.bytes"] == transfer.said["tandem.kv.bytes"] > 0
     # Measured where the link was never idle: a stall of the machine there says nothing of the whole span.
