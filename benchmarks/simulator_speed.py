@@ -9,7 +9,7 @@ machines too. Many steps of a batch are one event; a decision looks at all worke
 tokens in a second.
 
 - mooncake: the conversation trace, as fast for its number of workers as it was recorded for 16; roles of equal size;
-- a100, h100, hh: splitwise-sim's machines and rates (`tests/planning/simulator/test_against_splitwise.py`): 70 and 40
+- a100, h100, hh: splitwise-sim's machines and rates (`tests/planning/simulator/splitwise.py`): 70 and 40
   machines that do both, 25 + 15 with roles; they route by load, and with `hybrid` as a gateway does;
 - sine: 1 to 24 requests/s, 8,000 tokens in, 1,000 out, and an autoscaler that chooses the workers.
 """
@@ -23,20 +23,17 @@ from pathlib import Path
 
 from benchmarks.report import Ratio, add_arguments, leave
 from planning.autoscaler.policy import AutoscalerSettings
-from planning.simulator.cluster import ClusterSpec, Run, simulate
+from planning.simulator.cluster import Run, simulate
 from planning.simulator.events import EventLoop
-from planning.simulator.jobs import WHOLE, WorkerSpec
-from planning.simulator.profiles import DEFAULT_LINK, PROFILES_FOLDER, profile
+from planning.simulator.jobs import WorkerSpec
+from planning.simulator.profiles import DEFAULT_LINK, profile
 from planning.simulator.report import answered
 from planning.simulator.traces import compressed, read_trace
-from services.scheduling.disaggregation import DisaggregationSettings
-from services.scheduling.prediction import LinkSpeed
-from services.scheduling.routing.price import RoutingSettings
 from tests.planning.autoscaler.small import run as scaled
+from tests.planning.autoscaler.small import sine
+from tests.planning.simulator.splitwise import machines, requests, separate
 
 MOONCAKE = Path(__file__).parent / "traces" / "mooncake_fast25_conversation.jsonl.gz"
-APART = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0))
-"""No decode worker computes a prompt where there are prefill workers."""
 AIM_TOKENS_PER_S = 1e6
 NUM_EVENTS = 200_000
 
@@ -63,47 +60,33 @@ def mooncake(num_workers: int) -> Callable[[], Run]:
         chunk_tokens=8192,
         max_batch=256,
     )
-    spec = _spec(worker, num_workers // 2, num_workers // 2)
+    spec = separate(worker, num_workers // 2, num_workers // 2)
     return lambda: simulate(trace, spec, "hybrid")
 
 
-def splitwise(chip: str, num_prefill: int, num_decode: int, *, rate: int, policy: str) -> Callable[[], Run]:
+def splitwise(design: str, *, rate: int, policy: str) -> Callable[[], Run]:
     """Returns what simulates a design of splitwise-sim at a rate."""
-    worker = WorkerSpec(
-        num_pages=10**6,
-        page_size=16,
-        law=profile(f"splitwise-{chip}-bloom-176b-tp8").law,
-        link=LinkSpeed(0.0, 1e13),
-        kv_bytes_per_token=1,
-        chunk_tokens=2048,
-        max_batch=512,
-        chunking=WHOLE,
-    )
-    spec, trace = _spec(worker, num_prefill, num_decode), read_trace(PROFILES_FOLDER / f"splitwise/conv_{rate}.csv.gz")
+    spec, trace = machines(design), requests(rate)
     return lambda: simulate(trace, spec, policy)
 
 
-def sine() -> Run:
+def wave() -> Run:
     """Simulates the wave with the autoscaler."""
     settings = AutoscalerSettings(start_up_s=120.0, interval_s=5.0, settle_s=10.0, headroom=1.0)
-
-    def rate(now_s: float) -> float:
-        return 12.5 - 11.5 * math.cos(2 * math.pi * now_s / 900)
-
-    return scaled(rate, lambda _: (8000, 1000), 900, settings).run
+    return scaled(sine, lambda _: (8000, 1000), 900, settings).run
 
 
 LOADS: dict[str, Callable[[], Callable[[], Run]]] = {
     "mooncake 8+8": lambda: mooncake(16),
     "mooncake 20+20": lambda: mooncake(40),
     "mooncake 35+35": lambda: mooncake(70),
-    "a100 70 by load": lambda: splitwise("a100", 0, 70, rate=50, policy="least_loaded"),
-    "h100 40 by load": lambda: splitwise("h100", 0, 40, rate=120, policy="least_loaded"),
-    "hh 25+15 by load": lambda: splitwise("h100", 25, 15, rate=120, policy="least_loaded"),
-    "a100 70 hybrid": lambda: splitwise("a100", 0, 70, rate=50, policy="hybrid"),
-    "h100 40 hybrid": lambda: splitwise("h100", 0, 40, rate=120, policy="hybrid"),
-    "hh 25+15 hybrid": lambda: splitwise("h100", 25, 15, rate=120, policy="hybrid"),
-    "sine": lambda: sine,
+    "a100 70 by load": lambda: splitwise("Baseline-A100", rate=50, policy="least_loaded"),
+    "h100 40 by load": lambda: splitwise("Baseline-H100", rate=120, policy="least_loaded"),
+    "hh 25+15 by load": lambda: splitwise("Splitwise-HH(25P,15T)", rate=120, policy="least_loaded"),
+    "a100 70 hybrid": lambda: splitwise("Baseline-A100", rate=50, policy="hybrid"),
+    "h100 40 hybrid": lambda: splitwise("Baseline-H100", rate=120, policy="hybrid"),
+    "hh 25+15 hybrid": lambda: splitwise("Splitwise-HH(25P,15T)", rate=120, policy="hybrid"),
+    "sine": lambda: wave,
 }
 """What reads a load's trace, and returns what simulates it."""
 
@@ -168,18 +151,6 @@ def bare_event_s() -> float:
     began_s = time.process_time()
     loop.run()
     return (time.process_time() - began_s) / NUM_EVENTS
-
-
-def _spec(worker: WorkerSpec, num_prefill: int, num_decode: int) -> ClusterSpec:
-    return ClusterSpec(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        prefill=worker,
-        decode=worker,
-        max_sequence_tokens=10**6,
-        max_waiting=10**6,
-        routing=APART,
-    )
 
 
 if __name__ == "__main__":

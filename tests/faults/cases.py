@@ -828,13 +828,18 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
             row.leaks += await cluster.leaks()
             before = await _held(cluster)
             has_grown = any(before[name]["rings"] > had[name]["rings"] for name in before)
-            if not has_grown and await _are_all_linked(cluster):
+            if not has_grown and _are_all_linked(await _workers(cluster)):
                 break
         phases.clear()
-        await _cancel_many(clients, specs, number, phases, options, "cancels")
-        at = time.monotonic()
-        row.leaks += await cluster.leaks()
-        row.figures["free_after_last_ms"] = round((time.monotonic() - at) * 1000)
+        for _ in range(MAX_WARM_UPS):
+            links, before = _links(await _workers(cluster)), await _held(cluster)
+            await _cancel_many(clients, specs, number, phases, options, "cancels")
+            at = time.monotonic()
+            row.leaks += await cluster.leaks()
+            row.figures["free_after_last_ms"] = round((time.monotonic() - at) * 1000)
+            # Where a prefix went a way that none had gone before, what that Link holds is no leak: once more.
+            if _links(await _workers(cluster)) <= links:
+                break
         row.figures["phases"] = dict(phases)
         failed = {phase: count for phase, count in phases.items() if phase.startswith("failed")}
         row.lost = sum(failed.values())
@@ -851,11 +856,20 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
     return row
 
 
-async def _are_all_linked(cluster: FaultCluster) -> bool:
+async def _workers(cluster: FaultCluster) -> list[dict[str, Any]]:
+    workers: list[dict[str, Any]] = (await cluster.topology())["workers"]
+    return workers
+
+
+def _are_all_linked(workers: list[dict[str, Any]]) -> bool:
     """Whether every prefill worker has handed prompts over to every decode worker."""
-    workers = (await cluster.topology())["workers"]
     receivers = {one["id"] for one in workers if one["role"] == "decode"}
     return all(receivers <= one["channels"].keys() for one in workers if one["role"] == "prefill")
+
+
+def _links(workers: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Returns the pairs of workers, by their ids, of which the first has sent pages to the second."""
+    return {(one["id"], receiver) for one in workers for receiver in one["channels"]}
 
 
 def _is_as_before(before: dict[str, int], after: dict[str, int]) -> bool:

@@ -16,6 +16,7 @@ from gateway.topology.session import DecodeSession
 from gateway.topology.views import NOTHING_MEASURED
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.registry import watch_workers
 from services.runtime.errors import (
     DeadlineExceeded,
     InternalError,
@@ -709,6 +710,29 @@ async def test_a_worker_is_waited_for_as_long_as_its_lease_lasts(make_system, wo
     assert refused.status_code == 503
     assert refused.json()["error"]["message"] == "no decode worker is ready"
     assert refused.headers["retry-after"] == "2"
+    assert system.gateway.requests.num_queued == 0
+
+
+@pytest.mark.parametrize("has_workers", [True, False])
+async def test_what_comes_before_a_new_gateway_has_read_which_workers_there_are_waits_for_that(
+    make_system, pair, monkeypatch, has_workers
+):
+    if has_workers:
+        await (await make_system()).add_pair(pair)
+    may_read = asyncio.Event()
+
+    async def watch_later(*arguments, **settings):
+        await may_read.wait()
+        async for membership in watch_workers(*arguments, **settings):
+            yield membership
+
+    monkeypatch.setattr("gateway.assembly.watch_workers", watch_later)
+    system = await make_system()
+    waiting = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    may_read.set()
+    response = await waiting
+    assert response.status_code == (200 if has_workers else 503)
     assert system.gateway.requests.num_queued == 0
 
 

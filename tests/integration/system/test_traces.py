@@ -84,8 +84,10 @@ def test_one_request_is_one_trace_of_all_processes(
     monkeypatch.setenv("TANDEM_LOCAL_PREFILL_TOKENS", "0")  # the prompt goes to the prefill worker, whatever is cheaper
     spans, url = receiver
     with running_cluster("--otlp", url, "--chunk-tokens", str(CHUNK_TOKENS), "--trace-sample", "0") as cluster:
-        _ask_over_http(cluster)  # it is not in the sample, and its client has not decided
         client_s, told = asyncio.run(_ask_over_grpc(cluster))
+        # It is not in the sample, and its client has not decided. It comes second: where another prompt has just come,
+        # steps are as short as is good for more of them, and a slow machine's have less than a whole chunk.
+        _ask_over_http(cluster)
         expected = {"request", *PHASES, "prefill.chunk", "kv_transfer.send", "decode.steps"}
         deadline = time.monotonic() + EXPORT_TIMEOUT_S
         while not expected <= spans.of_trace(TRACE_ID).keys():
@@ -123,8 +125,7 @@ def test_one_request_is_one_trace_of_all_processes(
     assert decode.span.start_time_unix_nano - CLOCK_NS <= steps.span.start_time_unix_nano
     assert steps.span.end_time_unix_nano <= decode.span.end_time_unix_nano + CLOCK_NS
 
-    sizes = [chunk.said["tandem.tokens"] for chunk in chunks]  # smaller ones where other prompts are computed beside it
-    assert (sum(sizes), max(sizes)) == (NUM_PROMPT_TOKENS, 64)
+    assert [chunk.said["tandem.tokens"] for chunk in chunks] == [64, 64, 64, 8]
     assert sending.said["tandem.kv.pages"] == transfer.said["tandem.kv.pages"] == -(-NUM_PROMPT_TOKENS // 16)
     assert sending.said["tandem.kv.bytes"] == transfer.said["tandem.kv.bytes"] > 0
     # Measured where the link was never idle: a stall of the machine there says nothing of the whole span.

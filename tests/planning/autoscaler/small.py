@@ -32,6 +32,11 @@ Rate = Callable[[float], float]
 Lengths = Callable[[float], tuple[int, int]]
 
 
+def sine(now_s: float) -> float:
+    """1 to 24 requests/s and back in 900 s."""
+    return 12.5 - 11.5 * math.cos(2 * math.pi * now_s / 900)
+
+
 def arrivals(rate: Rate, lengths: Lengths, end_s: float, *, seed: int = 1) -> Trace:
     source, now_s, requests = random.Random(seed), 0.0, []
     top = max(rate(second) for second in range(int(end_s) + 1))

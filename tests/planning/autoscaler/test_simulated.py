@@ -7,16 +7,11 @@ import pytest
 
 from planning.autoscaler.policy import AutoscalerSettings
 from planning.simulator.report import percentile, ttft_s
-from tests.planning.autoscaler.small import Lengths, Rate, goodput, perfect_seconds, run
+from tests.planning.autoscaler.small import Lengths, Rate, goodput, perfect_seconds, run, sine
 
 SLOW = AutoscalerSettings(start_up_s=120.0)
 LEAN = AutoscalerSettings(start_up_s=120.0, interval_s=5.0, settle_s=10.0, headroom=1.0)
 QUICK = AutoscalerSettings(start_up_s=30.0)
-
-
-def sine(now_s: float) -> float:
-    """1 to 24 requests/s and back in 900 s."""
-    return 12.5 - 11.5 * math.cos(2 * math.pi * now_s / 900)
 
 
 def test_a_wave_is_ridden() -> None:

@@ -11,56 +11,19 @@ from functools import cache
 
 import pytest
 
-from planning.simulator.cluster import ClusterSpec, simulate
-from planning.simulator.jobs import WHOLE, WorkerSpec
-from planning.simulator.laws import StepLaw
-from planning.simulator.profiles import PROFILES_FOLDER, profile
+from planning.simulator.cluster import simulate
 from planning.simulator.report import e2e_s, percentile, ttft_s
-from planning.simulator.traces import read_trace
-from services.scheduling.disaggregation import DisaggregationSettings
-from services.scheduling.prediction import LinkSpeed
-from services.scheduling.routing.price import RoutingSettings
+from tests.planning.simulator.splitwise import FOLDER, law, machines, requests
 
-FOLDER = PROFILES_FOLDER / "splitwise"
 SHARES = (0.5, 0.9, 0.99)
 LIMITS = {"ttft": (2, 3, 6), "tbt": (1.25, 1.5, 5), "e2e": (1.25, 1.5, 5)}
 """Slowdowns against a DGX-A100 that has nothing else to do."""
-DESIGNS = {
-    "Baseline-A100": ("a100", 0, 70),
-    "Baseline-H100": ("h100", 0, 40),
-    "Splitwise-HH(25P,15T)": ("h100", 25, 15),
-}
-
 pytestmark = pytest.mark.slow
-
-
-def law(chip: str) -> StepLaw:
-    return profile(f"splitwise-{chip}-bloom-176b-tp8").law
 
 
 @cache
 def slowdowns(design: str, rate: int) -> dict[str, tuple[float, ...]]:
-    chip, num_prefill, num_decode = DESIGNS[design]
-    worker = WorkerSpec(
-        num_pages=10**6,
-        page_size=16,
-        law=law(chip),
-        link=LinkSpeed(0.0, 1e13),
-        kv_bytes_per_token=1,
-        chunk_tokens=2048,
-        max_batch=512,
-        chunking=WHOLE,
-    )
-    spec = ClusterSpec(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        prefill=worker,
-        decode=worker,
-        max_sequence_tokens=10**6,
-        max_waiting=10**6,
-        routing=RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0)),
-    )
-    jobs = simulate(read_trace(FOLDER / f"conv_{rate}.csv.gz"), spec, "least_loaded").jobs
+    jobs = simulate(requests(rate), machines(design), "least_loaded").jobs
     free = law("a100")
     first_s = [free.step_s([(job.num_prompt_tokens, 0)]) for job in jobs]
     next_s = [free.decode_at(job.num_prompt_tokens).overhead_s for job in jobs]  # looked up at the prompt's size

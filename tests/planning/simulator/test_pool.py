@@ -63,7 +63,9 @@ def test_without_decode_workers_requests_wait_for_one() -> None:
 
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("num_prefill", [0, 3])
-def test_what_gateways_see_is_what_workers_are_whatever_happens(chunking: str, num_prefill: int) -> None:
+def test_what_gateways_see_is_what_workers_are_whatever_happens(
+    chunking: str, num_prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Views are kept until a worker changes: prefixes in small pools, fetches, and all kinds of faults."""
     source = random.Random(1)
     prompts = [(group, *range(100 * number, 100 * number + 20)) for number in range(1, 31) for group in (1, 2)]
@@ -98,7 +100,7 @@ def test_what_gateways_see_is_what_workers_are_whatever_happens(chunking: str, n
                 num_kept += view is before
             return seen
 
-        cluster.views = compared  # type: ignore[method-assign]
+        monkeypatch.setattr(cluster, "views", compared)
 
     one = worker_spec(num_pages=400, chunk_tokens=512, chunking=chunking, max_batch=8)
     spec = replace(cluster_spec(num_prefill, 3, prefill=one, decode=one), pulls_prefixes=True)
