@@ -79,6 +79,12 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The handoff broke since pages got stuck on their way, while messages passed."""
     ERROR_CODE_NOT_OFFERED: _ErrorCode.ValueType  # 10
     """The engine of the model's workers does not have what the request asks for."""
+    ERROR_CODE_PEER_UNREACHABLE: _ErrorCode.ValueType  # 11
+    """The worker cannot open a Link to its peer."""
+    ERROR_CODE_LINK_REFUSED: _ErrorCode.ValueType  # 12
+    """The peer already has as many Links as it accepts."""
+    ERROR_CODE_CHANNEL_UNREACHABLE: _ErrorCode.ValueType  # 13
+    """A Link to the peer is open, but no payload channel can be opened."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Classes of failure; services/runtime/errors.py has the same list."""
@@ -105,6 +111,12 @@ ERROR_CODE_TRANSFER_STALLED: ErrorCode.ValueType  # 9
 """The handoff broke since pages got stuck on their way, while messages passed."""
 ERROR_CODE_NOT_OFFERED: ErrorCode.ValueType  # 10
 """The engine of the model's workers does not have what the request asks for."""
+ERROR_CODE_PEER_UNREACHABLE: ErrorCode.ValueType  # 11
+"""The worker cannot open a Link to its peer."""
+ERROR_CODE_LINK_REFUSED: ErrorCode.ValueType  # 12
+"""The peer already has as many Links as it accepts."""
+ERROR_CODE_CHANNEL_UNREACHABLE: ErrorCode.ValueType  # 13
+"""A Link to the peer is open, but no payload channel can be opened."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -130,6 +130,18 @@ class TransferStalled(TransferFailed):
     """Pages got stuck on their way between two workers that could still talk to each other."""
 
 
+class PeerUnreachable(TransferFailed):
+    """A worker cannot open a Link to its peer. The worker that raises it is healthy; the fault lies with the pair."""
+
+
+class LinkRefused(PeerUnreachable):
+    """The peer already has as many Links as it accepts."""
+
+
+class ChannelUnreachable(PeerUnreachable):
+    """A Link to the peer is open, but no payload channel can be opened."""
+
+
 class LeaseLost(WorkerUnavailable):
     """A time-limited ownership ended before its holder renewed it."""
 
