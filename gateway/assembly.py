@@ -465,7 +465,6 @@ class Gateway:
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
-                self._trouble_watch.note_redis(is_away=membership.is_stale)
                 self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
                 self._note_strangers(membership.workers)
 

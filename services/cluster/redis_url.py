@@ -16,6 +16,8 @@ from services.runtime.errors import ConfigError
 
 SENTINEL_PORT = 26379
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+CLIENT_OPTIONS: Mapping[str, Any] = {"retry": None, "retry_on_error": [], "driver_info": None}
+"""Options of every connection: no retries, and no CLIENT SETINFO, which Redis 7.0 does not know."""
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
