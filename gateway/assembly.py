@@ -461,7 +461,12 @@ class Gateway:
     async def _follow_workers(self) -> None:
         watch = cast(
             AsyncGenerator[Membership, None],
-            watch_workers(self._store, secrets=self._secrets, on_renewals=self.topology.take_renewals),
+            watch_workers(
+                self._store,
+                secrets=self._secrets,
+                suspects=self.topology.quiet_workers,
+                on_renewals=self.topology.take_renewals,
+            ),
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:

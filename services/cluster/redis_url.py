@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import parse_url
 
-from services.runtime.addresses import split_host_port
+from services.runtime.addresses import RAW_DELIMITER_RULE, has_raw_delimiter, split_host_port
 from services.runtime.config import shown
 from services.runtime.errors import ConfigError
 
@@ -36,6 +36,8 @@ class Sentinels:
 
 def check_url(url: str) -> str:
     """The URL itself, if it is one by which Redis can be reached. Raises ConfigError, without the password."""
+    if has_raw_delimiter(url):
+        raise ConfigError(f"the Redis URL is {shown(url)} but {RAW_DELIMITER_RULE}")
     try:
         sentinels = sentinels_of(url)
         arguments = dict(parse_url(url) if sentinels is None else sentinels.server)
