@@ -1,8 +1,8 @@
 """Workers in rotation as requests see them: what is kept of them, and until when."""
 
 import asyncio
-import math
 import functools
+import math
 
 import msgspec
 import pytest
@@ -380,11 +380,11 @@ async def test_until_the_registry_has_been_read_there_may_be_workers(monkeypatch
 
 async def test_leases_are_looked_up_of_connected_workers_that_are_quiet(make_topology, monkeypatch):
     topology = make_topology(record("p-0"), record("d-0"), record("d-1"))
-    for worker_id in ("p-0", "d-0"):
-        come_up(member_of(topology, worker_id), WorkerLoad())
     now_s = asyncio.get_running_loop().time()
-    member_of(topology, "d-0").session._heard_at_s = now_s - 60
-    member_of(topology, "p-0").session._heard_at_s = now_s + 60
+    for worker_id, ago_s in (("p-0", -60), ("d-0", 60), ("d-1", 60)):
+        come_up(member_of(topology, worker_id), WorkerLoad())
+        member_of(topology, worker_id).session._heard_at_s = now_s - ago_s
+    member_of(topology, "d-1").session.is_up = False
     assert list(topology.quiet_workers()) == ["d-0"]
     topology.take_renewals({"d-0": 0.5})
     assert topology._last_renewal_s("d-0") > topology._last_renewal_s("p-0") == -math.inf

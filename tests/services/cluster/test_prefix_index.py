@@ -415,7 +415,7 @@ async def test_a_later_life_of_a_worker_publishes_what_the_earlier_one_held(
     publisher.begin_life(later.order)
     publisher.note(evicted=keys[4:])
     await flushed(publisher)
-    (sighting,), _ = await index.look({})
+    (sighting,), _ = await index.look(ASKED)
     assert sighting.order == later.order
     assert await index.longest(keys) == {"prefill-0": 4}
     publisher.release()

@@ -8,8 +8,9 @@ import pytest
 import redis
 
 import services.cluster
+from services.cluster import embedded_redis
 from services.cluster.redis_store import Script
-from tests.limited_redis import LimitedRedis, documented_rules
+from tests.limited_redis import LimitedRedis, documented_rules, other_server
 
 BESIDE_SCRIPTS = {"eval", "evalsha", "subscribe", "ping", "info"}
 """What connections, subscriptions and `tandem doctor` say; tests of this folder and of `integration` see them used."""
@@ -42,3 +43,13 @@ def test_the_user_reaches_nothing_else() -> None:
         with pytest.raises(redis.exceptions.ResponseError, match=r"can.t access|ACL failure|No permissions"):
             client.eval("return redis.call('GET', 'other')", 0)
         assert len(server.refused()) == 6
+
+
+def test_an_installed_redis_accepts_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = other_server()
+    if server is None:
+        pytest.skip("no redis-server is installed")
+    monkeypatch.setattr(embedded_redis, "_binary", lambda: server)
+    with LimitedRedis() as started, redis.Redis.from_url(started.url, driver_info=None) as client:
+        assert client.ping()
+        assert started.refused() == []
