@@ -17,6 +17,7 @@ from cli.findings import Level
 from cli.main import main
 from cli.preflight import PreflightSettings
 from protos import link_pb2, link_pb2_grpc
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +72,7 @@ class Doctor:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        code = self.process.wait(60)
+        code = self.process.wait(HANG_LIMIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         assert code == 0
@@ -96,7 +97,7 @@ def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys:
             findings = list(preflight.way_to(fast))
             assert [finding.level for finding in findings] == [Level.OK], (transport, findings)
         with grpc.insecure_channel(doctor.address) as channel, pytest.raises(grpc.RpcError, match="takes no pages"):
-            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=60))
+            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=HANG_LIMIT_S))
     line.close()
 
 

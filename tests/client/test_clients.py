@@ -41,6 +41,7 @@ from protos import cluster_pb2, inference_pb2, inference_pb2_grpc
 from services.runtime import errors
 from tests.client.conftest import FakeGateway, aborts, hangs, message, says
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 CANCELLED = grpc.StatusCode.CANCELLED
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
@@ -683,7 +684,7 @@ async def test_a_stream_that_is_dropped_ends_by_itself(gateway: FakeGateway, con
     await stream.__anext__()
     del stream
     gc.collect()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await gateway.calls[0].ended.wait()
     assert gateway.calls[0].was_cancelled
 
@@ -775,7 +776,7 @@ async def test_tls_that_does_not_fit_is_refused(
     tls = None if lacks == "tls" else Tls(ca, cert, key, None if lacks == "name" else "gateway.example")
     client = connect(secure.address, tls=tls, retries=RetryPolicy(max_attempts=1))
     with pytest.raises(Unavailable):
-        await client.generate(Request("hello"), timeout_s=20)
+        await client.generate(Request("hello"), timeout_s=HANG_LIMIT_S)
     assert secure.calls == []
 
 

@@ -10,6 +10,7 @@ from protos import cluster_pb2, worker_pb2
 from services.cluster.placements import State
 from services.runtime import rpc
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
+from tests.waiting import HANG_LIMIT_S
 
 READY = cluster_pb2.WORKER_STATE_READY
 
@@ -116,7 +117,7 @@ async def test_a_worker_that_was_seen_while_it_was_starting_is_connected_at_once
         ready = worker.lease._record
         topology.take_membership([msgspec.structs.replace(ready, state="starting", address="")])
         topology.take_membership([ready])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             async for _ in topology.changes():
                 if topology.num_ready("decode") == 1:
                     break

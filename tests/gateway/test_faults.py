@@ -29,6 +29,7 @@ from services.runtime.errors import (
 from services.scheduling.pools import Audience
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 from worker.sessions import StepTokens
 
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -864,8 +865,8 @@ async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_fold
         await gateway.start()
         worker = worker_type("decode", "decode-0", pair.decode)
         await worker.start(redis.url, "away")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as http:
-            async with asyncio.timeout(60):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=HANG_LIMIT_S) as http:
+            async with asyncio.timeout(HANG_LIMIT_S):
                 while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110 - across sockets
                     await asyncio.sleep(0.02)
             redis.kill()
@@ -1143,7 +1144,7 @@ async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_sy
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")
     monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while session.is_up:
             time.sleep(0.4)  # noqa: ASYNC251
             await asyncio.sleep(0.3)
@@ -1175,7 +1176,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         sampling = inference_pb2.SamplingParams(max_tokens=100)
 
         async def call():
-            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=60)
+            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=HANG_LIMIT_S)
             return "".join([message.text async for message in stream])
 
         requests = [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
@@ -1186,7 +1187,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         assert (ready.status_code, ready.headers["connection"]) == (503, "close")
         requests += [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
         await system.until(lambda: len(decode.attempts) == 4)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while await _is_listening(system.gateway.http_port):  # noqa: ASYNC110 - across sockets
                 await asyncio.sleep(0.05)
         with pytest.raises(httpx.ConnectError):
@@ -1256,7 +1257,7 @@ async def test_grpc_health_tells_life_from_readiness(make_system, worker_type, p
             return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
         async def until(expected):
-            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=60)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=HANG_LIMIT_S)
             async for message in watch:
                 if message.status == expected:
                     watch.cancel()

@@ -14,10 +14,11 @@ import pytest
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import WorkerLease, new_incarnation
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
-LIMIT_S = 60
+LIMIT_S = HANG_LIMIT_S
 Start = Callable[..., Any]
 
 
@@ -108,7 +109,7 @@ class Programs:
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(60)
+            process.wait(HANG_LIMIT_S)
 
 
 @pytest.fixture

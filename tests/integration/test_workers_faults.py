@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from protos import worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 VOCAB_SIZE = 331
 # Small chunks make a long prompt take many steps, so that there is a middle to interrupt.
@@ -203,7 +204,7 @@ async def test_a_wrong_model_or_setting_is_said_in_one_sentence(start_worker: Ma
     empty = start_worker("prefill", "prefill-empty", model=tmp_path)
     wrong = start_worker("decode", "decode-wrong", kv_memory="1GiB", kv_pages=5)
     for worker, word in ((empty, "config.json"), (wrong, "--kv-memory")):
-        assert await worker.ended(timeout_s=60) == 2
+        assert await worker.ended(timeout_s=HANG_LIMIT_S) == 2
         last = worker.log.read_text().splitlines()[-1]
         assert last.startswith("error: ")
         assert word in last

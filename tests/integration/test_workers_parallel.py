@@ -13,6 +13,7 @@ import pytest
 
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tests.waiting import HANG_LIMIT_S
 
 VOCAB_SIZE = 331
 LENGTHS = (1, 17, 65, 300)
@@ -168,5 +169,5 @@ async def test_a_killed_worker_leaves_no_rank(start_worker: Make) -> None:
 
 async def test_what_cannot_be_cut_is_said_at_the_start(start_worker: Make) -> None:
     prefill = start_worker("prefill", "prefill-odd", tensor_parallel=3)
-    assert await prefill.ended(timeout_s=60) == 2
+    assert await prefill.ended(timeout_s=HANG_LIMIT_S) == 2
     assert "--tensor-parallel is 3, it must divide the model's 4 attention heads" in prefill.log.read_text()

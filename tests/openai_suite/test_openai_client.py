@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from benchmarks.cluster import Cluster
+from tests.waiting import HANG_LIMIT_S
 
 MODEL = "tandem-demo"
 ASK = [{"role": "user", "content": "Write a function that returns the length of a list."}]
@@ -386,7 +387,7 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(
     await anext(aiter(stream))
     await stream.close()
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {keys['operator']}"}) as operator:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not _is_idle((await operator.get(f"{cluster.http}/cluster")).json()):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
 

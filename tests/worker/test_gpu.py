@@ -8,11 +8,12 @@ from services.runtime.clock import ManualClock
 from services.runtime.gpu_facts import GpuFacts
 from tests.fake_nvml import LOST, NOT_FOUND, Nvml
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 from worker import gpu as gpu_watch
 from worker.gpu import SILENT_S, GpuWatch, gpu_message, watch_gpu
 from worker.nvml import GpuReader, open_gpu
 
-LIMIT_S = 60
+LIMIT_S = HANG_LIMIT_S
 
 
 class Readings:

@@ -6,6 +6,7 @@ import pytest
 from services.runtime.errors import (
     InvariantViolated,
 )
+from tests.waiting import HANG_LIMIT_S
 from worker import host as worker_host
 from worker.metrics import Load
 
@@ -105,7 +106,7 @@ async def test_a_worker_that_no_gateway_can_find_is_not_ready(how: str) -> None:
     assert (lease.states, server.calls) == (["ready"], [])
     if how == "found":
         lease.is_redis_there = True
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.001)
         assert server.calls == [True]
@@ -130,7 +131,7 @@ async def test_a_worker_is_ready_when_a_gateway_has_found_it_or_none_comes(
     assert (lease.states, server.calls) == (["ready"], [])
     if comes:
         worker.sessions.first.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.001)
     assert server.calls == [True]
@@ -150,7 +151,7 @@ async def test_a_worker_says_that_no_gateway_comes_and_when_one_does(
     life = asyncio.create_task(worker_host.serve_until_drained(worker, FakeServer(), lease, stop))  # type: ignore[arg-type]
 
     async def said(message: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while message not in [record.message for record in caplog.records]:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.001)
 
@@ -228,7 +229,7 @@ async def test_a_change_whose_drain_takes_too_long_goes_on_without_what_is_left(
         drain_timeout_s=0.02,
         change=change,
     )
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(life, HANG_LIMIT_S)
     assert worker.calls == ["drain", "close"]
 
 
@@ -249,7 +250,7 @@ async def test_a_drain_ends_at_its_limit_with_what_is_left(caplog: pytest.LogCap
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
     stop.set()
     life = worker_host.serve_until_drained(worker, server, lease, stop, drain_timeout_s=0.02)  # type: ignore[arg-type]
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls, server.calls[-1], lease.states[-1]) == (["drain", "close"], "stop", "draining")
     assert "longer than its limit" in caplog.text
 
@@ -261,13 +262,13 @@ async def test_an_engine_that_hangs_is_noticed_in_time(monkeypatch: pytest.Monke
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, None, stop))  # type: ignore[arg-type]
     if is_draining:
         stop.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(worker.looks) < 3:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.001)
     assert set(worker.looks) == {0.01}
     worker.is_stuck = True
     with pytest.raises(InvariantViolated):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert worker.calls[-1] == "close"
 
 
@@ -279,7 +280,7 @@ async def test_an_engine_that_hangs_while_the_worker_closes_is_noticed_too(monke
     life = worker_host.serve_until_drained(worker, server, None, stop, drain_timeout_s=0.0)  # type: ignore[arg-type]
     worker.is_stuck = True
     with pytest.raises(InvariantViolated):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 
@@ -294,7 +295,7 @@ async def test_what_runs_behind_a_worker_does_not_fail_unnoticed(monkeypatch: py
     monkeypatch.setattr(worker, broken, fail)
     life = worker_host.serve_until_drained(worker, server, lease, asyncio.Event())  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="a bug"):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 

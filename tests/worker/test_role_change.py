@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 from worker import role_change
 from worker.role_change import Life, LifeChange, Lives, Wish
 
@@ -71,13 +72,13 @@ async def test_a_change_is_due_when_it_is_prepared_and_can_be_withdrawn(tmp_path
     await asyncio.sleep(0.02)
     assert (due.done(), prepare.asked) == (False, [])
     file.write_text("decode")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert prepare.asked == ["decode"]
     withdrawn = asyncio.create_task(change.withdrawn())
     await asyncio.sleep(0.02)
     assert not withdrawn.done()
     file.unlink()
-    await asyncio.wait_for(withdrawn, 60)
+    await asyncio.wait_for(withdrawn, HANG_LIMIT_S)
 
 
 async def test_another_model_is_a_change_as_another_role_is(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ async def test_another_model_is_a_change_as_another_role_is(tmp_path: Path) -> N
     await asyncio.sleep(0.02)
     assert not due.done()
     file.write_text("org/Large\n")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert wish.wanted == Life(PREFILL, "org/Large")
 
 
@@ -102,7 +103,7 @@ async def test_what_has_just_failed_is_tried_when_it_is_wanted_anew(tmp_path: Pa
     file.write_text("small")
     await asyncio.sleep(0.05)
     file.write_text("org/Large")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
 
 
 async def test_a_role_that_cannot_be_had_is_told_once_and_tried_when_it_is_wanted_anew(
@@ -122,7 +123,7 @@ async def test_a_role_that_cannot_be_had_is_told_once_and_tried_when_it_is_wante
     await asyncio.sleep(0.05)
     prepare.error = None
     file.write_text("decode")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert prepare.asked == ["decode", "decode"]
 
 

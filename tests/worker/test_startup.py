@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
 from worker import startup
 from worker.role_change import Life
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = HANG_LIMIT_S
 LOADING = "the draft is loading"
 SLOW_DRAFT = f"""
 import time
@@ -105,7 +106,7 @@ def test_a_worker_changes_its_role_with_its_port_and_its_pages(start: Start, tmp
     for role in (other, first, other):
         file.write_text(role)
         read_until(process, f'"service":"{role}-worker"', '"ready"', f"127.0.0.1:{ports[0]}")
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=60) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=HANG_LIMIT_S) as page:
             assert f'program="{role}-worker"' in page.read().decode()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
@@ -192,5 +193,5 @@ async def test_a_change_waits_for_redis_through_which_the_worker_is_found(monkey
     await asyncio.sleep(0.05)
     assert (preparing.done(), process.engines) == (False, {})
     lease.is_held = True
-    await asyncio.wait_for(preparing, 60)
+    await asyncio.wait_for(preparing, HANG_LIMIT_S)
     assert process.engines == {"decode": "makes the engine"}

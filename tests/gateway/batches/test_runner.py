@@ -36,6 +36,7 @@ from tests.gateway.batches.clients import (
     until_completed,
     until_status,
 )
+from tests.waiting import HANG_LIMIT_S
 
 
 async def test_every_row_is_answered_as_its_request_would_be(make, script):
@@ -163,7 +164,7 @@ async def test_rows_of_texts_wait_for_workers_and_survive_one_that_dies(make, wo
         await system.add(worker_type("prefill", "prefill-0", die, on_embed=die))
         await system.until(lambda: system.workers["prefill-0"].attempts)
         await system.add(worker_type("prefill", "prefill-1", embeds.give_vector, on_embed=embeds.give_vector))
-        batch = await until_status(client, batch, *OVER, timeout_s=60)
+        batch = await until_status(client, batch, *OVER, timeout_s=HANG_LIMIT_S)
         assert (batch.status, counts(batch)) == ("completed", (6, 6, 0))
 
 
@@ -440,7 +441,7 @@ async def test_a_leaving_gateway_waits_for_rows_that_end_soon(make, script):
         await first.until(lambda: len(script.running) == 2)
         leaving, _ = await parted(first, second)
         asks = other if leaving is first else client
-        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=20))
+        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=HANG_LIMIT_S))
         await asyncio.sleep(0)
         script.gate.set()
         await closing

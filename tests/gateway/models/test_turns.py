@@ -7,8 +7,9 @@ import time
 import pytest
 
 from gateway.models.turns import Turns
+from tests.waiting import HANG_LIMIT_S, until
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 def steps(name, order, num_steps, *, may_begin=None):
@@ -18,12 +19,6 @@ def steps(name, order, num_steps, *, may_begin=None):
         order.append(name)
         yield
     return name
-
-
-async def until(holds):
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
-            await asyncio.sleep(0.001)
 
 
 async def test_tenants_take_turns_whatever_they_have_waiting():

@@ -31,6 +31,7 @@ from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import judge_gpu
+from tests.waiting import HANG_LIMIT_S
 from worker.config import WorkerConfig
 from worker.gpu_use import GpuUse
 from worker.metrics import Load as OwnLoad
@@ -258,7 +259,7 @@ async def test_a_worker_that_is_left_alone_shows_it(make_system, worker_type, pa
     await system.add(busy)
     assert await circuit() == "closed"
     assert (await figures_of(system))[name, {"worker": "decode-1", "state": "closed"}] == 1
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while await circuit() == "closed":
             assert (await system.complete(max_tokens=100)).status_code == 200
         assert await circuit() in ("open", "half_open")
@@ -479,7 +480,7 @@ def worker_page():
         environ={},
     )
     metrics.serve(settings, lambda: OwnLoad(8, 5, 0, 1, 2))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_LIMIT_S) as response:
         return response.read().decode()
 
 

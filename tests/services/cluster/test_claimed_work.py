@@ -1,13 +1,13 @@
 """Work that is claimed, against a table in memory: whose it is, how it ends, and what others get to do."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from services.cluster import claimed_work
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
 from services.runtime.errors import StoreUnavailable
+from tests.waiting import until
 
 
 class Run(ClaimedRun):
@@ -58,12 +58,6 @@ class Work(ClaimedWork[Run]):
                 run = self.owners[name] = Run(name, tenant, self)
                 return run
         return None
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():  # noqa: ASYNC110 -- what it waits for has no event
-            await asyncio.sleep(0.001)
 
 
 async def test_pieces_are_claimed_up_to_the_shares_and_a_place_that_is_free_is_used_at_once() -> None:

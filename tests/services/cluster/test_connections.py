@@ -15,9 +15,10 @@ from services.runtime.errors import StoreUnavailable
 from tests.faults.harness import free_port
 from tests.faults.proxy import Proxy
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 ECHO = Script("return ARGV[1]")
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_LIMIT_S
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from services.cluster.journals import (
 from services.cluster.redis_store import Store
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable
+from tests.waiting import HANG_LIMIT_S, until
 
 NAME, OTHER_NAME = "a" * 32, "b" * 32
 DIGEST, OTHER_DIGEST = "1" * 64, "2" * 64
@@ -374,12 +375,6 @@ async def writer(journals):
     await opened.close()
 
 
-async def until(holds):
-    async with asyncio.timeout(60):
-        while not await holds():  # noqa: ASYNC110 - the condition is Redis' content
-            await asyncio.sleep(0.005)
-
-
 async def held_of(journals, name=NAME):
     return (await journals.claim(Mode.FIND, record(name=name), checks_digest=False)).held
 
@@ -505,5 +500,5 @@ async def test_closing_writes_what_waits(journals, patient_store, is_away):
     writer.start()
     writer.post(record(token_ids=[[5]]))
     await asyncio.sleep(0)
-    await writer.close(timeout_s=10.0)
+    await writer.close(timeout_s=HANG_LIMIT_S)
     assert (await held_of(journals)).token_ids == [[5]]

@@ -32,6 +32,7 @@ from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 GATEWAY, OTHER = "a" * 32, "b" * 32
 HAPPY = [State.QUEUED, State.ADMITTED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.FINISHED]
@@ -287,7 +288,7 @@ async def test_the_writer_writes_the_latest_state(writer: PlacementWriter, place
     for state in HAPPY[:5]:
         writer.post(placement("r1", state))
     writer.post(placement("r2", State.QUEUED))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while writer.num_pending:  # noqa: ASYNC110 - the writer has its own pace
             await asyncio.sleep(0.01)
         await writer.flush()
@@ -348,7 +349,7 @@ async def test_without_redis_the_writer_is_bounded_and_catches_up(
     assert writer.num_pending <= 100
     assert writer.num_dropped == 900
     os.kill(redis_server.pid, signal.SIGCONT)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while writer.num_pending or not await exists(placements, "r99"):  # noqa: ASYNC110 - it is in Redis
             await asyncio.sleep(0.05)
     await writer.close()
@@ -372,7 +373,7 @@ async def test_closing_outlasts_a_short_outage(placements: PlacementStore, redis
     writer.start()
     os.kill(redis_server.pid, signal.SIGSTOP)
     writer.post(placement("r1", State.QUEUED))
-    closing = asyncio.create_task(writer.close(timeout_s=10))
+    closing = asyncio.create_task(writer.close(timeout_s=HANG_LIMIT_S))
     await asyncio.sleep(0.4)
     os.kill(redis_server.pid, signal.SIGCONT)
     await closing

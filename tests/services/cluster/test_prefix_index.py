@@ -30,13 +30,14 @@ from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord
 from services.runtime.errors import StoreUnavailable
 from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S, until
 
 NewRecord = Callable[..., WorkerRecord]
 NewPublisher = Callable[..., PrefixPublisher]
 HEAD = "tandem:{test}:pages:prefill-0"
 KEYS = HEAD + ":keys"
 INDEX = "tandem:{test}:pages"
-PATIENT_S = 30.0
+PATIENT_S = HANG_LIMIT_S
 BACK_S = 3.0
 
 
@@ -67,12 +68,6 @@ def new_publisher(redis_server: EmbeddedRedis, new_record: NewRecord) -> Iterato
 
 async def flushed(publisher: PrefixPublisher, *, timeout_s: float = PATIENT_S) -> None:
     assert await asyncio.to_thread(publisher.flush, timeout_s=timeout_s)
-
-
-async def until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - another thread or process makes it so
-            await asyncio.sleep(0.01)
 
 
 async def read_all(index: PrefixIndex, worker_id: str = "prefill-0") -> set[bytes]:
@@ -250,7 +245,7 @@ async def test_everything_is_back_within_3_s(
         except redis.RedisError:
             return False
 
-    await until(is_back, timeout_s=BACK_S)
+    await until(is_back)
     assert await read_all(index) == left
 
 

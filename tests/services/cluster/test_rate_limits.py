@@ -24,6 +24,7 @@ from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.stopwatch import Stopwatch
+from tests.waiting import until
 
 NAMES = itertools.count()
 
@@ -134,13 +135,6 @@ async def gateways(redis_server):
             return limiter
 
         yield make
-
-
-async def until(holds, timeout_s=60.0):
-    """Waits for what other tasks or processes bring about."""
-    async with asyncio.timeout(timeout_s):
-        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def test_two_gateways_share_one_limit(gateways):

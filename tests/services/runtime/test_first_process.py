@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 STARTING = "import services.runtime.first_process, time; print(flush=True); time.sleep(60)"
 
 
@@ -37,5 +39,5 @@ def test_elsewhere_sigterm_stays_as_it_was() -> None:
         process.stdout.readline()
         began = time.monotonic()
         process.terminate()
-        assert process.wait(timeout=60) == -signal.SIGTERM
+        assert process.wait(timeout=HANG_LIMIT_S) == -signal.SIGTERM
         assert time.monotonic() - began < 10

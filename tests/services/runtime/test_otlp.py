@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from services.runtime.tls import Identity
 from services.runtime.version import version
 from tests.certificates import Authority
 from tests.stopwatch import Stopwatch
+from tests.waiting import until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -42,13 +43,6 @@ def root() -> TraceContext:
     context = telemetry.root(None)
     assert context is not None
     return context
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for what another thread does."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - no thread of the SDK tells anybody
-            await asyncio.sleep(0.01)
 
 
 async def test_spans_arrive_with_all_that_they_say(otlp_receiver: Any) -> None:

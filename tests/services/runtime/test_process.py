@@ -13,6 +13,7 @@ import pytest
 from services.runtime import process
 from services.runtime.errors import ConfigError, InvariantViolated, ModelError
 from services.runtime.process import exit_code
+from tests.waiting import HANG_LIMIT_S
 
 SERVICE = """
 import asyncio
@@ -91,7 +92,7 @@ def test_a_clean_end_is_zero() -> None:
 def test_a_signal_lets_the_service_drain(number: signal.Signals) -> None:
     process = service(0.1)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_LIMIT_S)
     assert output == "draining\ndone\n"
     assert process.returncode == 0
 
@@ -103,7 +104,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert process.stdout.readline() == "draining\n"
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_LIMIT_S)
     assert time.monotonic() - began_s < 10
     assert process.returncode == 128 + signal.SIGINT
 
@@ -141,7 +142,9 @@ def test_a_child_dies_with_its_parent(value: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_a_child_of_another_parent_ends_itself() -> None:
     environ = os.environ | {"TANDEM_DIE_WITH_PARENT": str(os.getpid() + 1)}
-    ended = subprocess.run([sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=20, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=HANG_LIMIT_S, check=False
+    )
     assert (ended.returncode, ended.stdout) == (1, b"")
     assert b"TANDEM_DIE_WITH_PARENT=%d was inherited from another process: unset it" % (os.getpid() + 1) in ended.stderr
 
@@ -166,7 +169,9 @@ def test_a_nice_process_lets_its_session_give_way_where_it_leads_one(leads_a_ses
     command = [sys.executable, "-c", code]
     if not leads_a_session:
         command = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r}, check=True)"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True, timeout=60)
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, start_new_session=True, timeout=HANG_LIMIT_S
+    )
     assert said.stdout.split() == (["7", "True", "7"] if leads_a_session else ["7", "False", "0"])
 
 
@@ -187,5 +192,7 @@ def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
         "async def look(): print(process.descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
         "process.run_async(look())"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
+    )
     assert shown.stdout == "300 (300, 300)\n"

@@ -22,6 +22,7 @@ from services.structured.form import AnswerForm
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState, UnusableSchema, check_form
 from tests.json_schema import assert_keeps_to
 from tests.schemas import PERSON, SCHEMAS, UNUSABLE
+from tests.waiting import HANG_LIMIT_S
 
 Begin = Callable[..., GrammarState]
 
@@ -267,7 +268,7 @@ def test_the_library_is_not_loaded_before_it_is_needed() -> None:
         "from services.structured.grammar import AnswerForm, check_form; check_form(AnswerForm('{}'))\n"
         "assert 'llguidance' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_LIMIT_S)
 
 
 DEAR_TO_FORCE: dict[str, Any] = {

@@ -16,16 +16,10 @@ from services.engine.parallel import processes
 from services.engine.parallel.processes import RankProcesses
 from services.engine.steps.sequence import Sampling
 from services.runtime.errors import ModelError, WorkerLost
+from tests.waiting import HANG_LIMIT_S, wait_until
 
 # However busy the machine is.
-LIMIT_S = 30.0
-
-
-def wait_until(holds: Callable[[], Any]) -> None:
-    give_up_at_s = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < give_up_at_s, "it did not come about"
-        time.sleep(0.01)
+LIMIT_S = HANG_LIMIT_S
 
 
 def is_running(pid: int) -> bool:
