@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -84,9 +83,7 @@ async def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path) -> None:
         await until(lambda: child.last_log_lines(1) == ["deaf"])
         pid = child.pid
         assert pid is not None
-        started_s = time.monotonic()
         await supervisor.stop(["a"], grace_s=0.3)
-        assert 0.25 < time.monotonic() - started_s < 10
         assert child.state.exit_code == -9
         assert not lives(pid)
 

@@ -19,7 +19,6 @@ from gateway.requests.call import AnswerSpec, Call
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import InternalError, Overloaded, WorkerUnavailable
-from tests.stopwatch import Stopwatch
 from tests.waiting import HANG_LIMIT_S
 
 NAMES = {
@@ -140,12 +139,10 @@ async def test_workers_are_told_when_the_client_leaves(make_system, worker_type,
     await system.until(lambda: all(len(worker.attempts) == calls.num_choices for worker in workers))
     await asyncio.sleep(0.05)
     assert not any(worker.cancelled for worker in workers)
-    stopwatch = Stopwatch()
     asking.cancel()
     for worker in workers:
         keys = {attempt.key for attempt in worker.attempts}
         await system.until(lambda worker=worker, keys=keys: set(worker.cancelled) == keys)
-    assert stopwatch.elapsed_s() < 1.5
     await until_idle(system)
     await asyncio.gather(asking, return_exceptions=True)
 

@@ -1,10 +1,8 @@
 """Workers of several ranks as real processes: the answer of one process whatever their degrees, and how they end."""
 
-import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, until
 
 VOCAB_SIZE = 331
 LENGTHS = (1, 17, 65, 300)
@@ -136,12 +134,9 @@ async def test_a_lost_rank_is_the_end_of_its_worker(
     ranks = ranks_of(decode)
     answer = await gateway.begin("cut off", prompt(20), max_tokens=1500, local=True)
     await answer.until("tokens")
-    began_s = time.monotonic()
     os.kill(ranks[0], end)
     await answer.until("failed")
     assert await decode.ended() == 1
-    # 3 s of silence, and what ending in order takes on a busy machine.
-    assert time.monotonic() - began_s < 15
     assert not any(map(is_running, ranks))
     said = "has ended with SIGKILL" if end == signal.SIGKILL else "nothing was heard of rank 1"
     assert said in decode.log.read_text()
@@ -161,10 +156,7 @@ async def test_a_killed_worker_leaves_no_rank(start_worker: Make) -> None:
     (rank,) = ranks_of(prefill)
     prefill.process.kill()
     await prefill.ended()
-    give_up_at_s = time.monotonic() + 10
-    while is_running(rank):
-        assert time.monotonic() < give_up_at_s
-        await asyncio.sleep(0.01)
+    await until(lambda: not is_running(rank))
 
 
 async def test_what_cannot_be_cut_is_said_at_the_start(start_worker: Make) -> None:

@@ -13,7 +13,6 @@ import pytest
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import errors, rpc
 from services.structured.form_places import NUM_PLACES
-from tests.stopwatch import Stopwatch
 from tests.waiting import HANG_LIMIT_S
 from worker import host
 from worker import sessions as session
@@ -362,10 +361,8 @@ async def test_tokens_count_one_by_one_where_batches_are_split() -> None:
 async def test_the_load_comes_without_events_too(served: tuple[Worker, Any]) -> None:
     worker, stub = served
     call = await opened(stub)
-    watch = Stopwatch()
     loads = [(await call.read()).load.running for _ in range(3)]
     assert loads == [2, 3, 4]
-    assert watch.elapsed_s() < 2
     worker.sessions.load_changed()
     assert (await call.read()).load.running == 5
 

@@ -8,7 +8,6 @@ import pytest
 
 from gateway.http.server import HttpServer
 from services.runtime.errors import ConfigError
-from tests.stopwatch import Stopwatch
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -29,9 +28,8 @@ async def test_it_says_which_free_port_it_has_and_gives_it_back():
     async with asyncio.timeout(HANG_LIMIT_S):
         while server.connections.num_open:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
-    stopwatch = Stopwatch()
-    await server.stop(1.0)
-    assert stopwatch.elapsed_s() < 0.08, "nobody is connected"
+    async with asyncio.timeout(HANG_LIMIT_S):
+        await server.stop(10 * HANG_LIMIT_S)  # No connection is open, so the grace period does not begin.
     with pytest.raises(httpx.ConnectError):
         await get(port)
 

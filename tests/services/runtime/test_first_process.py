@@ -3,7 +3,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,5 @@ def test_elsewhere_sigterm_stays_as_it_was() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTING], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        began = time.monotonic()
         process.terminate()
         assert process.wait(timeout=HANG_LIMIT_S) == -signal.SIGTERM
-        assert time.monotonic() - began < 10

