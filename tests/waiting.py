@@ -34,3 +34,9 @@ def wait_until(holds: Callable[[], Any], what: str = "the condition") -> None:
     while not holds():
         assert time.monotonic() < give_up_at_s, f"{what} did not hold within {HANG_LIMIT_S:g} s"
         time.sleep(POLL_S)
+
+
+async def settle() -> None:
+    """Lets every task that can run do so, before a test asserts that something has not happened."""
+    for _ in range(100):
+        await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from cli.children import ChildSpec
 from cli.restarts import Phase, RestartPolicy
 from cli.supervisor import Child, Supervisor
-from tests.waiting import HANG_LIMIT_S, until
+from tests.waiting import HANG_LIMIT_S, settle, until
 
 QUICK = RestartPolicy(first_backoff_s=0.05, max_backoff_s=0.2, max_start_failures=3)
 SLEEP = "import time; time.sleep(60)"
@@ -73,7 +73,7 @@ async def test_a_stopped_child_ends_and_stays_away(tmp_path: Path) -> None:
         await supervisor.stop(["a"], grace_s=10.0)
         assert child.state.phase is Phase.ENDED
         assert not lives(pid)
-        await asyncio.sleep(0.2)
+        await settle()
         assert child.pid is None
 
 

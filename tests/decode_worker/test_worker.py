@@ -18,7 +18,7 @@ from services.runtime.errors import (
 from services.runtime.telemetry import DECODE_SPAN
 from services.scheduling.speedometer import MIN_STEPS
 from tests.kept_spans import KeptSpans
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.sessions import SessionLimits
 
 Make = Callable[..., Any]
@@ -246,7 +246,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     await gateway.event("r", "admitted")
     if phase == "reserving":
         reserving = asyncio.create_task(bench.worker.arrivals.reserve(transfer_id, 6))
-        await asyncio.sleep(0.01)
+        await settle()
         assert not reserving.done()
     if phase == "receiving":
         await bench.worker.arrivals.reserve(transfer_id, 6)
@@ -255,7 +255,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         await bench.worker.arrivals.reserve(transfer_id, 6)
         bench.runner.gate.clear()
         await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)
-        await asyncio.sleep(0.01)
+        await settle()
     match how:
         case "cancel":
             gateway.cancel("r")
@@ -274,7 +274,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         bench.runner.gate.set()
         if reserving is not None:
             await reserving
-        await asyncio.sleep(0.03)
+        await settle()
         assert bench.allocator.num_reserved_pages == 2, "the transfer may still write into them"
         with pytest.raises(TandemError):
             await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)

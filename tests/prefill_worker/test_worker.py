@@ -9,7 +9,7 @@ from services.runtime.errors import InvariantViolated, NoFreePages, RequestCance
 from services.scheduling.speedometer import MIN_STEPS
 from tests.fake_links import CARRIED
 from tests.kept_spans import KeptSpans
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.attempts import AttemptKey
 from worker.sessions import SessionLimits
 
@@ -93,7 +93,7 @@ async def test_pages_are_not_freed_before_the_abort_is_over(make_bench: Make) ->
     transfer = next(iter(bench.links.transfers.values()))
     await bench.until(lambda: transfer.abort_reason is not None)
     gateway.cancel("r")
-    await asyncio.sleep(0.05)
+    await settle()
     assert bench.allocator.num_used_pages == 5
     transfer.may_abort.set()
     await bench.until_free(num_cached=5)
@@ -286,7 +286,7 @@ async def test_a_prompt_is_computed_while_its_pages_are_waited_for(make_bench: M
     gateway = bench.gateway()
     gateway.prefill("r", [1] * 20)
     await bench.until(lambda: bool(bench.links.wanted))
-    await asyncio.sleep(0.02)
+    await settle()
     assert not gateway.kinds("r"), "nothing is begun of which the decode worker may never hear"
     bench.links.may_ask.set()
     await bench.until(lambda: bench.runner.num_steps == 3)
@@ -411,7 +411,7 @@ async def test_the_next_prompt_reserves_while_the_first_is_computed(make_bench: 
     gateway.prefill("b", [2] * 8)
     gateway.prefill("c", [3] * 8)
     await bench.until(lambda: len(bench.links.transfers) == 2)
-    await asyncio.sleep(0.02)
+    await settle()
     assert [t.transfer_id.request_id for t in bench.links.transfers.values()] == ["a", "b"]
     bench.runner.gate.set()
     await gateway.event("c", "handed_off")
@@ -430,7 +430,7 @@ async def test_draining_finishes_what_it_has_and_refuses_the_rest(make_bench: Ma
     gateway.prefill("late", [1])
     assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     idle = asyncio.create_task(bench.worker.wait_idle())
-    await asyncio.sleep(0.02)
+    await settle()
     assert not idle.done()
     next(iter(bench.links.transfers.values())).may_commit.set()
     await asyncio.wait_for(idle, HANG_LIMIT_S)

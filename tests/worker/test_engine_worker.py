@@ -24,7 +24,7 @@ from services.runtime.sampling import SamplingParams
 from services.scheduling.speedometer import Speedometer
 from services.structured.form import AnswerForm
 from tests.fake_links import FakeLinks
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.attempts import AttemptKey, AttemptSpec
 from worker.engine import Engine, EngineFacts, StepReport
 from worker.engine_worker import Around, EngineAttempt, EngineWorker
@@ -240,7 +240,7 @@ class Transfer:
 async def test_pages_are_freed_when_the_abort_of_their_transfer_is_over(make_bench: Callable[..., Bench]) -> None:
     worker, transfer, freed = make_bench().worker, Transfer(), asyncio.Event()
     worker.abort_transfer(cast(Any, transfer), RequestCancelled("x"), freed.set)
-    await asyncio.sleep(0.01)
+    await settle()
     assert not freed.is_set()
     transfer.may_end.set()
     await asyncio.wait_for(freed.wait(), HANG_LIMIT_S)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 from worker import startup
 from worker.role_change import Life
 
@@ -190,7 +190,7 @@ async def test_a_change_waits_for_redis_through_which_the_worker_is_found(monkey
     process: Any = startup._Process(nothing, SimpleNamespace(awake=awake), None, lease, None)  # type: ignore[arg-type]
     role: Any = SimpleNamespace(name="decode", engine=lambda settings, model: "makes the engine")
     preparing = asyncio.create_task(process.prepare(Life(role, "a")))
-    await asyncio.sleep(0.05)
+    await settle()
     assert (preparing.done(), process.engines) == (False, {})
     lease.is_held = True
     await asyncio.wait_for(preparing, HANG_LIMIT_S)

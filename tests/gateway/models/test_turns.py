@@ -80,7 +80,7 @@ async def test_no_step_is_begun_for_a_caller_that_has_gone():
     turns, order, may_begin = Turns(1), [], threading.Event()
     first = asyncio.create_task(turns.run(steps("first", order, 1, may_begin=may_begin)))
     gone = asyncio.create_task(turns.run(steps("gone", order, 1)))
-    await asyncio.sleep(0.01)
+    await until(lambda: turns.num_waiting == 1)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     may_begin.set()

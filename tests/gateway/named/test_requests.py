@@ -36,7 +36,7 @@ from services.runtime.errors import (
 )
 from tests.examples import examples
 from tests.gateway.named.calls import keyed, named, sampling, text_of
-from tests.waiting import HANG_LIMIT_S, until
+from tests.waiting import HANG_LIMIT_S, settle, until
 
 
 class FakeRequests:
@@ -324,7 +324,7 @@ async def test_generation_ends_with_its_last_reader_and_goes_on_from_its_tokens(
     watching = asyncio.ensure_future(other.read(world.journals[0]))
     await until(lambda: len(other.tokens.get(0, ())) >= 6)
     reading.cancel()
-    await asyncio.sleep(0.05)
+    await settle()
     assert requests.num_running == 1
     watching.cancel()
     await until(lambda: requests.num_running == 0)

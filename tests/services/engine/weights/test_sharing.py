@@ -95,7 +95,7 @@ def start(name: str) -> Iterator[Callable[..., Child]]:
 
 def await_heir(name: str) -> None:
     """Waits until a process has the name again. One that came before that would be the first of its own memory."""
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_LIMIT_S
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             if sock.connect_ex(b"\0" + name.encode()) == 0:
