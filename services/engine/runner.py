@@ -80,12 +80,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Does the rest of `run`, mostly without the interpreter's lock. What it reports as computed is in the pool."""
+        """Does the rest of `run`, mostly without the interpreter's lock.
+
+        Returns after the last write of every rank and of the device: callers report the step's pages as complete.
+        """
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":
-            # Nothing else waits for a chunk without a token: a sender of its pages would read what has not been written
-            # yet, and its time would be that of the next step, by which schedulers know what chunks cost.
+            # Nothing else waits for a chunk without a token. Schedulers would also count its time to the next step.
+            # On a CPU, the decoder returns after the last write.
             torch.cuda.current_stream(self._device).synchronize()
         return StepResult([*outcomes])
 
