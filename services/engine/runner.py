@@ -21,7 +21,7 @@ from services.engine.kernels.library import Kernels
 from services.engine.model import Model
 from services.engine.packed import Packed
 from services.engine.reference.attention import AttentionBatch
-from services.engine.sampling import report, rows_are_finite, sample
+from services.engine.sampling import report, rows_are_valid, sample
 from services.engine.steps.pooling import pooled_rows, pooled_states
 from services.engine.steps.sequence import Chooser, Lookahead
 from services.engine.steps.step import (
@@ -122,7 +122,7 @@ class ModelRunner:
             start = sequence.num_computed_tokens
             piece = StepItem(sequence, min(PROMPT_ROWS, end - start), item.wants_token)
             logits = self._logits(self._pack([piece], wants_all=True))
-            if not bool(rows_are_finite(logits).all()):
+            if not bool(rows_are_valid(logits).all()):
                 return NonFiniteLogits(f"the model's output for the prompt from position {start} on is not finite")
             following = sequence.token_ids[start + 1 : start + 1 + piece.num_scheduled_tokens]
             more = report(logits[: len(following)], following, count)
