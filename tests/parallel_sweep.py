@@ -83,18 +83,23 @@ def main() -> int:
     given = parser.parse_args()
     sums = [0, 0, 0]
     has_failed = False
-    print("degrees     side     chunk  responses  different  handoffs  seconds", flush=True)
+    _show("degrees     side     chunk  responses  different  handoffs  seconds")
     for chunk_tokens in given.chunks:
         expected = of_one_process(chunk_tokens)
         for degree, side in itertools.product(given.degrees, given.sides):
             began_s = time.monotonic()
             numbers = try_cluster(degree, side, chunk_tokens, expected)
             columns = f"{degree:<10}  {side:<7}  {chunk_tokens:5}  {numbers[0]:9}  {numbers[1]:9}  {numbers[2]:8}"
-            print(f"{columns}  {time.monotonic() - began_s:7.1f}", flush=True)
+            _show(f"{columns}  {time.monotonic() - began_s:7.1f}")
             sums = [total + number for total, number in zip(sums, numbers, strict=True)]
             has_failed = has_failed or numbers[1] > 0 or numbers[2] < numbers[0]
-    print(f"{sums[0]} responses, {sums[1]} different, {sums[2]} handoffs", flush=True)
+    _show(f"{sums[0]} responses, {sums[1]} different, {sums[2]} handoffs")
     return int(has_failed)
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -126,18 +126,11 @@ class RankGroup:
         self._processes.close()
 
     def _model(self, part: RankPart, facts: list[dict[str, Any]]) -> Model:
-        source = part.source
         row_sums = [{name: int(value, 16) for name, value in fact["row_sums"].items()} for fact in facts]
         arithmetics = {fact["arithmetic"] for fact in facts} | {part.facts()["arithmetic"]}
         if len(arithmetics) > 1:
             raise ConfigError(f"the ranks of the worker compute differently: {', '.join(sorted(arithmetics))}")
-        return Model(
-            source.config,
-            self,
-            source.placement,
-            fingerprint=part.fingerprint(row_sums),
-            kernels=source.kernels,
-        )
+        return Model(part.source, self, fingerprint=part.fingerprint(row_sums))
 
     def _tell_all(self, value: dict[str, Any]) -> None:
         for peer in self._processes.commands:

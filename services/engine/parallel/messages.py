@@ -90,7 +90,7 @@ def await_acknowledgement(peer: socket.socket) -> None:
 
     Raises WorkerLost if the rank has ended.
     """
-    if _receive(peer, len(_DONE)) != _DONE:
+    if _receive(peer, len(_DONE)) is None:
         raise WorkerLost("a rank of the worker has ended")
 
 
