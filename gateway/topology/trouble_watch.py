@@ -43,6 +43,10 @@ LARGE_BYTES = 65_536
 
 CLOCK_REMEDY = "run a time service on all machines: times of logs and traces, and ends of certificates, depend on it"
 LEFT_OUT_REMEDY = "give gateway and workers the same files, or the worker a --model-name of its own"
+KERNELS_REMEDY = (
+    "install g++ or clang++ on its machine, or name a compiler in CXX, and restart the worker; until then it is slow, "
+    "and no other kind of worker continues its responses"
+)
 GONE_REMEDY = "look at its machine and its log; a worker that leaves on purpose is ended with SIGTERM or tandem drain"
 MISSING_REMEDY = "start workers, look at those that are gone or cannot be reached, or change --expect"
 SLOW_REDIS_REMEDY = "move Redis nearer to the gateways, or look at what else uses it or its machine"
@@ -140,6 +144,7 @@ class TroubleWatch:
         troubles.settle("missing", missing(presence.shortages))
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
+        troubles.settle("kernels", without_kernels(members))
         for kind, found in self._told().items():
             hot = {**found, **hot_prefills(members)} if kind == "hot_spot" else None
             troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
@@ -237,6 +242,17 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
 def left_out(members: Iterable[Member]) -> Mapping[str, Found]:
     """Returns the workers that get no work because their model differs."""
     return {member.record.id: Found(member.left_out, LEFT_OUT_REMEDY) for member in members if member.left_out}
+
+
+def without_kernels(members: Iterable[Member]) -> Mapping[str, Found]:
+    """Returns the workers that compute with torch because their kernels could not be compiled or loaded."""
+    return {
+        member.record.id: Found(
+            f"it computes with torch, without compiled kernels: {member.record.kernels_error}", KERNELS_REMEDY
+        )
+        for member in members
+        if member.record.kernels_error
+    }
 
 
 def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:

@@ -52,7 +52,8 @@ INCARNATION_PATTERN = r"^[0-9a-f]{32}$"
 logger = logging.getLogger(__name__)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+MAX_TEXT_CHARS = 512
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +79,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What it must agree on with its gateway; None: unknown."""
     arithmetic: ShortText = ""
     """Names how it computes, for people; empty: unknown."""
+    kernels_error: ShortText = ""
+    """Why it computes without the compiled kernels of its engine. Empty if it uses them."""
     page_size: Count
     """Tokens per page."""
     layout_fingerprint: ShortText

@@ -85,6 +85,11 @@ class EngineParts:
         return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
     @property
+    def kernels_error(self) -> str:
+        """Implements LoadedModel."""
+        return self.model.kernels_error
+
+    @property
     def adapters(self) -> frozenset[str]:
         """Implements LoadedModel: this engine computes models as they are."""
         return frozenset()

@@ -11,6 +11,7 @@ import pytest
 
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tests.slow_rank import USE_SLOW_RANKS
 from tests.waiting import HANG_LIMIT_S, until
 
 VOCAB_SIZE = 331
@@ -104,6 +105,19 @@ async def test_other_pairs_too(
 ) -> None:
     prefill, decode = parallel_worker("prefill", *prefill_cut), parallel_worker("decode", *decode_cut)
     await check_pair(prefill, decode, make_gateway, expected)
+
+
+async def test_pages_of_a_slow_pipeline_stage_arrive_complete(
+    start_worker: Make, parallel_worker: Make, make_gateway: Make, expected: Make
+) -> None:
+    prefill = start_worker("prefill", "prefill-slow", pipeline_parallel=2, chunk_tokens=64, before=USE_SLOW_RANKS)
+    gateway = await make_gateway().connected_to(prefill, parallel_worker("decode", 1))
+    for length in (130, 300):
+        answer = await gateway.begin(f"slow {length}", prompt(length), cache_salt=f"slow {length}", **GREEDY)
+        await answer.until("finished", "failed")
+        await answer.until("handed_off", "failed")
+        assert answer.handed_off.num_pages == -(-length // 16)
+        assert answer.token_ids == expected(prompt(length), **GREEDY)
 
 
 @pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2)])

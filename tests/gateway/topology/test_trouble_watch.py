@@ -51,7 +51,11 @@ class Wall:
 def member(id_: str, **what: Any) -> Any:
     """A member as the watch sees it."""
     record = SimpleNamespace(
-        id=id_, role="decode", address=f"{id_}:1", certificate_end_unix_s=what.pop("certificate_end_unix_s", 0)
+        id=id_,
+        role="decode",
+        address=f"{id_}:1",
+        certificate_end_unix_s=what.pop("certificate_end_unix_s", 0),
+        kernels_error=what.pop("kernels_error", ""),
     )
     session = SimpleNamespace(is_up=True, load=SimpleNamespace(clock_ahead_s=what.pop("clock_ahead_s", None)))
     facts = {"state": "ready", "left_out": "", "obstacle": None, "changed_at_s": 0.0, **what}
@@ -123,6 +127,16 @@ def test_certificates_that_end_soon(scene: Scene) -> None:
         ("certificate", "gateway"): "it expires in 1.0 days",
         ("certificate", "soon"): "it expires in 2.5 days",
     }
+
+
+def test_a_worker_without_compiled_kernels(scene: Scene) -> None:
+    scene.members = [member("with"), member("without", kernels_error="there is no C++ compiler on the path")]
+    cause = "it computes with torch, without compiled kernels: there is no C++ compiler on the path"
+    assert scene.look() == {("kernels", "without"): cause}
+    (trouble,) = scene.watch.troubles.of("kernels")
+    assert "install g++ or clang++" in trouble.remedy
+    scene.members = [member("with"), member("without")]
+    assert scene.look(1.0) == {}
 
 
 def test_a_worker_that_stays_unreachable(scene: Scene) -> None:
