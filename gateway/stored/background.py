@@ -18,7 +18,7 @@ from gateway.batches.pending import RowAnswer, ask, retry_s
 from gateway.http.exchange import App
 from gateway.stored.documents import ENDS, Event, EventSplitter, changed, failed_event, id_of, response_of, with_members
 from gateway.stored.kept import add_turn
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
 

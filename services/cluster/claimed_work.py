@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 POLL_S = 1.0
 """How often a process looks for work that nobody has."""
@@ -32,15 +32,18 @@ class Left(Exception):
 
 
 async def until_answered(call: Callable[[], Awaitable[T]], *, timeout_s: float | None = None) -> T:
-    """Repeats a command that may be repeated until Redis answers: a time-out does not tell whether it was done.
+    """Repeats a command until Redis replies. The command must be safe to repeat, since it may have run before a time-out.
 
-    Raises StoreUnavailable where no answer has come after `timeout_s`; None: it continues until it is cancelled.
+    Raises StoreRefused at once if Redis refuses the command, and StoreUnavailable if it has not replied after
+    `timeout_s`. Without `timeout_s` it continues until it is cancelled.
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     while True:
         try:
             return await call()
+        except StoreRefused:
+            raise
         except StoreUnavailable:
             if timeout_s is not None and loop.time() - began_s >= timeout_s:
                 raise

@@ -8,6 +8,7 @@ trip, and connecting, which takes several, has a limit of its own (`connections`
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,14 +17,23 @@ import redis
 import redis.asyncio
 import redis.sentinel
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
 from services.cluster.redis_url import check_url, sentinels_of
 from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 TIMEOUT_S = 0.1
 """Time for an answer, on top of what the round trip takes."""
@@ -87,7 +97,7 @@ class Store:
 
     @property
     def is_available(self) -> bool:
-        """Whether the last call has succeeded."""
+        """Whether Redis has replied to the last call."""
         return not self._breaker.is_open
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
@@ -107,7 +117,7 @@ class Store:
             raise
         else:
             now_s = self._clock.monotonic()
-            if _has_succeeded(call):
+            if _has_reached_redis(call):
                 self._breaker.succeeded(now_s)
             else:
                 self._breaker.failed(now_s, is_probe=is_probe)
@@ -223,12 +233,45 @@ def run_script(client: "redis.Redis", script: Script, keys: Sequence[str], args:
         return client.eval(script.body, len(keys), *keys, *args)
 
 
+def _has_reached_redis(call: asyncio.Task[Any]) -> bool:
+    """Returns whether Redis has replied to this call, and so would reply to others."""
+    return _has_succeeded(call) or (
+        call.done() and not call.cancelled() and (is_permanent(call.exception()) or _is_full(call.exception()))
+    )
+
+
+def is_permanent(error: BaseException | None) -> bool:
+    """Returns whether Redis would refuse the same command again, however long the caller waits.
+
+    An error in a script, a key of another type and a missing right are permanent. A Redis that loads its data, cannot
+    write, has no memory left or runs a slow script is not.
+    """
+    if not isinstance(error, ResponseError) or isinstance(error, (*_OUTAGES, OutOfMemoryError)):
+        return False
+    return _PASSING_CODE.search(str(error)) is None
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Returns whether Redis has no memory for a write. It still replies to reads."""
+    return isinstance(error, OutOfMemoryError) or (isinstance(error, ResponseError) and "OOM " in str(error))
+
+
+_OUTAGES = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
+# A script passes on the error of its command with the code somewhere in the text (Redis 6) or at its start (Redis 7).
+_PASSING_CODE = re.compile(
+    r"(?:^|[ -])(?:LOADING|READONLY|MASTERDOWN|BUSY|TRYAGAIN|CLUSTERDOWN|OOM|MISCONF|NOREPLICAS|UNKILLABLE) "
+)
+
+
 def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
     error = call.exception() if call.done() and not call.cancelled() else None
     if error is None:
         return StoreUnavailable("Redis did not answer in time")
     if not isinstance(error, RedisError | OSError):
         raise error
-    unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
+    if is_permanent(error):
+        unavailable = StoreRefused(f"Redis refused a command: {error!s:.200}")
+    else:
+        unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
     unavailable.__cause__ = error
     return unavailable

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 import gateway.stored.background
-from services.cluster.answer_scripts import MAX_ACTIVE
+from services.cluster.answer_records import MAX_ACTIVE
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
 from services.runtime.errors import StoreUnavailable

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, AnswerReply
+from services.cluster.answer_records import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, AnswerReply
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
@@ -119,7 +119,8 @@ async def test_one_owner_at_a_time(answers, client):
     assert (first.id, first.tenant, first.order, first.num_tries) == ("a", "acme", order(), 1)
     assert await answers.claim("second") is None
     assert await answers.renew(first) is AnswerReply.DONE
-    client.zadd(KEYS.active_answers, {first.name: 0})
+    client.zadd(KEYS.waiting_answers_prefix + "*", {"acme": 0})
+    client.zadd(KEYS.waiting_answers_prefix + "*/acme", {first.name: 0})
     second = await answers.claim("second")
     assert (second.epoch, second.num_tries) == (2, 2)
     assert await answers.renew(first) is AnswerReply.FENCED
