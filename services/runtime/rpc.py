@@ -392,6 +392,11 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     return status.from_rich_status(code, message, details)
 
 
+def is_reply(error: grpc.aio.AioRpcError) -> bool:
+    """Returns whether one of our own servers replied with this error. Otherwise the call did not reach one."""
+    return _rich_details(error) is not None
+
+
 def _rich_details(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_METADATA_KEY and isinstance(value, bytes):

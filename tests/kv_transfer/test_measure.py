@@ -19,7 +19,7 @@ from kv_transfer.transports.base import ChannelBroken, RingSpec
 from kv_transfer.transports.registry import transport_named
 from kv_transfer.wire import from_wire, to_wire
 from protos import link_pb2_grpc
-from services.runtime.errors import LayoutMismatch, TransferFailed, WorkerUnavailable
+from services.runtime.errors import ChannelUnreachable, LayoutMismatch, TransferFailed, WorkerUnavailable
 from services.runtime.rpc import make_channel
 from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity, make_pool
 from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
@@ -77,7 +77,7 @@ async def test_both_channels_are_measured_and_the_choice_is_said(
     told: list[dict[str, str]] = []
     pair.links._on_channels = lambda channels: told.append(dict(channels))
     chosen = await measured_transport_of(pair)
-    (measured,) = (each for _, each in pair.links._measured.values())
+    (measured,) = (each for _, each in pair.links._dialler._measured.values())
     assert set(measured.bytes_per_s) == {"shm", "tcp"}
     assert all(1e6 < rate < 1e12 for rate in measured.bytes_per_s.values())
     assert not measured.failures
@@ -155,7 +155,7 @@ async def test_an_order_that_was_asked_for_is_kept_whatever_could_not_be_opened(
     make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = await make_pair("auto")
-    pair.links._is_auto, pair.links._transports = False, ("shm", "tcp")
+    pair.links._dialler._is_auto, pair.links._dialler.transports = False, ("shm", "tcp")
     break_channel(monkeypatch, "shm")
     assert await transport_of(pair) == "tcp"
     monkeypatch.undo()
@@ -172,7 +172,7 @@ async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, mo
     monkeypatch.setattr(probing, "measure", fail)
     pair = await make_pair("auto")
     assert await measured_transport_of(pair) == "shm"
-    assert not pair.links._measured
+    assert not pair.links._dialler._measured
 
 
 async def test_a_worker_that_leaves_does_not_wait_for_its_measurement(
@@ -247,9 +247,10 @@ async def test_where_nothing_can_be_opened_the_error_says_so(
     for name in ("shm", "tcp"):
         break_channel(monkeypatch, name)
     pair = await make_pair("auto")
-    with pytest.raises(TransferFailed, match="out of order"):
+    with pytest.raises(ChannelUnreachable, match=r"shm is out of order; tcp .* tcp is out of order"):
         await pair.reserve(40)
     monkeypatch.undo()
+    await eventually(lambda: bool(pair.links._links))
     await transport_of(pair)
 
 
@@ -268,7 +269,7 @@ async def test_one_explicit_transport_is_not_measured(make_pair: PairMaker, monk
 async def test_on_another_host_only_tcp_is_measured(make_pair: PairMaker) -> None:
     pair = await make_pair("auto", sender_identity=identity("prefill-0", host_id="elsewhere"))
     assert await measured_transport_of(pair) == "tcp"
-    (measured,) = (each for _, each in pair.links._measured.values())
+    (measured,) = (each for _, each in pair.links._dialler._measured.values())
     assert set(measured.bytes_per_s) == {"tcp"}
 
 
@@ -281,7 +282,7 @@ async def test_device_channels_are_measured_like_the_others(
     monkeypatch.setattr(registry.Reach, "at", lambda self, device: registry.Reach(self.host_id, "GPU-0", "1@"))
     pair = await make_pair("auto", slot_bytes=100_000)
     chosen = await measured_transport_of(pair)
-    (measured,) = (each for _, each in pair.links._measured.values())
+    (measured,) = (each for _, each in pair.links._dialler._measured.values())
     # Two ranks of NCCL on one GPU are refused, so it was not even tried.
     assert set(measured.bytes_per_s) == {"cuda_ipc", "shm", "tcp"}
     assert chosen in measured.bytes_per_s
@@ -292,12 +293,12 @@ async def test_a_sender_that_leaves_in_the_middle_does_not_keep_others_from_meas
     for _ in range(3):
         channel = make_channel(pair.address)
         call = link_pb2_grpc.LinkStub(channel).Probe()
-        await call.write(to_wire(pair.links._hello(pair.incarnation, ("tcp",))))
+        await call.write(to_wire(pair.links._dialler.hello(pair.incarnation, ("tcp",))))
         assert isinstance(from_wire(await call.read()), HelloAck)
         call.cancel()
         await channel.close()
     assert await asyncio.wait_for(measured_transport_of(pair), 15) in ("shm", "tcp")
-    (measured,) = (each for _, each in pair.links._measured.values())
+    (measured,) = (each for _, each in pair.links._dialler._measured.values())
     assert set(measured.bytes_per_s) == {"shm", "tcp"}
 
 
@@ -306,17 +307,17 @@ async def test_a_probe_never_touches_pages(make_pair: PairMaker) -> None:
     before = pair.target.pool.data.clone()
     channel = make_channel(pair.address)
     call = link_pb2_grpc.LinkStub(channel).Probe()
-    hello: Hello = pair.links._hello(pair.incarnation, ("shm",))
+    hello: Hello = pair.links._dialler.hello(pair.incarnation, ("shm",))
     await call.write(to_wire(hello))
     ack = from_wire(await call.read())
     assert isinstance(ack, HelloAck)
-    opened = await pair.links._open_channel(hello, ack)
+    opened = await pair.links._dialler.open_channel(hello, ack)
     ring = RingSpec(ack.ring_slots, ack.ring_slot_bytes)
     await asyncio.to_thread(probing.post_round, opened, ring, 0, probing.frame_bytes(ring))
     assert from_wire(await call.read()) == Probed(probing.num_frames(ring) * probing.frame_bytes(ring))
     opened.shutdown()
     opened.close()
-    await call.write(to_wire(pair.links._hello(pair.incarnation, ())))
+    await call.write(to_wire(pair.links._dialler.hello(pair.incarnation, ())))
     assert isinstance(from_wire(await call.read()), Abort)
     await channel.close()
     assert bool((pair.target.pool.data == before).all())

@@ -30,7 +30,7 @@ from kv_transfer.wire import LinkIdentity
 from services.engine.cache.pages import PageAllocator
 from services.engine.cache.pool import PagePool
 from services.runtime.clock import Deadline
-from services.runtime.errors import TransferFailed, WorkerUnavailable
+from services.runtime.errors import PeerUnreachable, TransferFailed
 from tests.kv_transfer import peer_process
 from tests.kv_transfer.conftest import Target, eventually, identity, make_pool, serving, tokens_of
 from tests.kv_transfer.transports import models
@@ -161,9 +161,9 @@ async def test_the_death_of_the_receiver_is_felt_at_once_and_its_next_life_is_an
         await eventually(lambda: transfer.error is not None)
         await transfer.released.wait()
         assert time.monotonic() - killed < 2
-    with pytest.raises((WorkerUnavailable, TransferFailed)):
+    with pytest.raises(TransferFailed):
         await transfer.seal(num_tokens=1000, first_token_id=7, sampling_position=1001)
-    with pytest.raises(WorkerUnavailable):
+    with pytest.raises(PeerUnreachable):
         await reserve(links, ready, "b", 16)
     async with peer(role="receiver", transport=transport, page_size=16) as second:
         ready = await second.told("ready")

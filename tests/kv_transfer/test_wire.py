@@ -124,7 +124,7 @@ async def test_an_outbox_that_nobody_reads_is_an_error() -> None:
     outbox = Outbox()
     for _ in range(MAX_OUTBOX):
         outbox.put(Heartbeat())
-    with pytest.raises(errors.WorkerUnavailable):
+    with pytest.raises(errors.TransferFailed):
         outbox.put(Heartbeat())
 
 
