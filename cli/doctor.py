@@ -28,8 +28,10 @@ from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
 from services.runtime import last_words
+from services.runtime.addresses import split_host_port
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.runtime.config import option
+from services.runtime.dialling import dial
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.kinds import flag, folder, number, redis_url
 from services.runtime.model_size import weight_bytes
@@ -322,21 +324,37 @@ def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Itera
 
 
 def ports(workers: Iterable[Mapping[str, Any]], *, timeout_s: float) -> Iterator[Finding]:
-    """Whether each worker's port can be reached from here, as gateways and other workers reach it."""
-    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each that does not answer takes the whole time
-        yield from filter(None, threads.map(functools.partial(_port, timeout_s=timeout_s), workers))
+    """Dials each worker's gRPC port and payload port from here, as gateways and other workers do."""
+    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each address that does not answer takes the whole time
+        for found in threads.map(functools.partial(_ports_of, timeout_s=timeout_s), workers):
+            yield from found
 
 
-def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
-    host, _, port = str(worker.get("address", "")).rpartition(":")
-    if not port.isdigit():
-        return None  # it has none yet
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        what = f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}"
+def _ports_of(worker: Mapping[str, Any], *, timeout_s: float) -> list[Finding]:
+    name, address = str(worker.get("id", "-")), str(worker.get("address", ""))
+    if (reason := _dial_problem(address, timeout_s)) is not None:
+        what = f"{name} at {address} cannot be reached from here: {reason}"
         advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
-        return Finding(Level.NOTE, "ports", what, advice)
+        return [Finding(Level.NOTE, "ports", what, advice)]
+    transfer_address = str(worker.get("transfer_address", ""))
+    if (reason := _dial_problem(transfer_address, timeout_s)) is None:
+        return []
+    port = transfer_address.rpartition(":")[2]
+    what = f"{name} is reached at {address}, but not at its payload port {transfer_address}: {reason}"
+    advice = f"allow TCP port {port} from the other workers to {name} in the firewall: handoffs to it need that port"
+    return [Finding(Level.NOTE, "ports", what, advice)]
+
+
+def _dial_problem(address: str, timeout_s: float) -> str | None:
+    """Returns why a host:port cannot be connected to. Returns None if it can be, or if there is none."""
+    try:
+        target = split_host_port(address)
+    except ValueError:
+        return None  # the worker has no address yet
+    try:
+        dial(target.host, target.port, timeout_s=timeout_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 

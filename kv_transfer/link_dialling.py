@@ -12,7 +12,7 @@ import grpc
 
 from kv_transfer import measure as probing
 from kv_transfer.link_end import LinkSetup
-from kv_transfer.link_errors import dial_error, firewall_advice
+from kv_transfer.link_errors import dial_error, firewall_advice, is_silence
 from kv_transfer.link_retries import LinkKey
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import error_from
@@ -41,6 +41,8 @@ from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 
 OPENING_SHARE = 0.8
 """Fraction of the time for a Link that one channel may take to open. The rest is left for the next channel."""
+MAX_SILENT_DIALS = 3
+"""gRPC gives a connection half a second, so one lost packet makes it fail."""
 CONNECT = "/tandem.v1.Link/Connect"
 """The method as proofs name it."""
 MTU_ADVICE = (
@@ -76,7 +78,7 @@ class LinkDialler:
     async def dial(self, key: LinkKey) -> Opened:
         """Opens the parts of a Link to a receiver. Raises what `SendLinks.ask` does, but for the deadline."""
         address, me = key[0], self._setup.identity.worker_id
-        offered = self.offer_to(address)
+        offered, num_silent = self.offer_to(address), 0
         failures: list[str] = []
         try:
             async with asyncio.timeout(self._setup.timeouts.connect_s):
@@ -91,6 +93,10 @@ class LinkDialler:
                             raise ChannelUnreachable("; ".join(failures)) from failure
                         found = {"transport": failure.transport, "address": address, "reason": failure.message}
                         logger.warning("channel not opened", extra=found)
+                    except grpc.aio.AioRpcError as error:
+                        num_silent += 1
+                        if num_silent >= MAX_SILENT_DIALS or not is_silence(error):
+                            raise
         except TimeoutError:
             limit_s = self._setup.timeouts.connect_s
             if failures:

@@ -17,7 +17,7 @@ from services.runtime.errors import (
     TandemError,
     TransferFailed,
 )
-from services.runtime.reach import NETWORK
+from services.runtime.reach import NETWORK, SILENT
 from services.runtime.rpc import error_from_rpc, is_reply, obstacle_of, refusal
 
 IDENTITY_ERRORS: Final = (StaleIncarnation, NotProven, LayoutMismatch)
@@ -60,6 +60,11 @@ def dial_error(error: grpc.aio.AioRpcError | TandemError, address: str, *, calle
         return meant
     kind = LinkRefused if isinstance(meant, Overloaded) else PeerUnreachable
     return kind(f"the worker at {address} refused {caller}: {meant.message}")
+
+
+def is_silence(error: grpc.aio.AioRpcError) -> bool:
+    """Returns whether nothing answered the connection, so that another try may succeed."""
+    return not is_reply(error) and obstacle_of(error) == SILENT
 
 
 def _no_connection(error: grpc.aio.AioRpcError, address: str, caller: str) -> str:

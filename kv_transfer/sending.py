@@ -32,8 +32,8 @@ from services.runtime.errors import (
 from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 from services.scheduling.links import LinkMeters
 
-SLOW_DIAL_S = 1.0
-"""A request waits this long for a receiver that cannot be reached; a slower failure is retried in the background."""
+SLOW_DIAL_S = 0.8
+"""A dial that takes this long to fail is retried in the background, and no further request waits for it."""
 
 PROBE = "/tandem.v1.Link/Probe"
 """The method as proofs name it."""

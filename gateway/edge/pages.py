@@ -263,6 +263,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "host": record.host,
         "region": record.region,
         "address": record.address,
+        "transfer_address": record.transfer_address,
         "incarnation": record.incarnation,
         "state": member.state,
         "model": record.model,

@@ -358,6 +358,7 @@ class Worker(Exact):
     host: str
     region: str
     address: str
+    transfer_address: str
     incarnation: str
     state: WorkerState
     model: str

@@ -40,6 +40,8 @@ _BACKLOG = 64
 # Once the receiver has begun to take a frame in, a sender that stops in the middle is given this long.
 _STALL_S = 5.0
 POLL_S = 0.25
+CONNECT_TIMEOUT_S = 1.5
+"""Time for the connection of a channel. Within it, `dial` sends enough packets that losing some does not matter."""
 _Address: TypeAlias = tuple[str, int]
 
 
@@ -239,7 +241,7 @@ def connect(address: str, countdown: Countdown) -> socket.socket:
     """Connects to `host:port`, whichever of the host's addresses answers first. Raises ChannelBroken."""
     host, port = split_address(address)
     try:
-        sock = dial(host, port, timeout_s=countdown.remaining_s())
+        sock = dial(host, port, timeout_s=min(CONNECT_TIMEOUT_S, countdown.remaining_s()))
     except OSError as error:
         raise ChannelNotConnected(f"no connection to {address}: {error.strerror or error}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -101,6 +101,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When its TLS certificate expires, in seconds since 1970; 0: it has none, or does not say."""
     metrics_address: ShortText = ""
     """host:port of its /metrics; empty: it serves none."""
+    transfer_address: ShortText = ""
+    """host:port where other hosts open the payload channels to it. Empty if there is none, or it is unknown."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

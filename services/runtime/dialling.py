@@ -21,6 +21,9 @@ from services.runtime.addresses import join_host_port
 STAGGER_S = 0.25
 """Delay after which the next address is tried while the previous attempts are still pending, in seconds."""
 
+REPEAT_S = 0.3
+"""Delay after which all silent addresses are tried once more, so that a lost packet does not cost a second."""
+
 _AddressInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
 Resolve: TypeAlias = Callable[[str, int], Iterable[_AddressInfo]]
 
@@ -34,6 +37,7 @@ def dial(host: str, port: int, *, timeout_s: float, resolve: Resolve = resolve_t
     """Returns a connected TCP socket with `timeout_s` as its timeout.
 
     Every address gets the time that is left when its attempt starts, so a silent address does not delay the others.
+    Silent addresses are tried again with a new connection until the time is over.
     Raises OSError with the reason, of each address if there are several, and TimeoutError if one did not answer.
     """
     attempts = _Attempts(_alternating_families(resolve(host, port)), timeout_s)
@@ -80,16 +84,18 @@ class _Attempts:
             is_idle = not self._selector.get_map()
             if now_s >= self._deadline_s or (is_idle and not self._untried):
                 raise self._failure()
-            if self._untried and (is_idle or now_s >= next_start_s):
+            if is_idle or now_s >= next_start_s:
+                if not self._untried:
+                    self._untried.extend(dict.fromkeys(key.data for key in self._selector.get_map().values()))
                 self._start(self._untried.popleft())
-                next_start_s = now_s + STAGGER_S
+                next_start_s = now_s + (STAGGER_S if self._untried else REPEAT_S)
                 continue
-            until_s = min(self._deadline_s, next_start_s) if self._untried else self._deadline_s
-            for key, _ in self._selector.select(max(0.0, until_s - now_s)):
+            for key, _ in self._selector.select(max(0.0, min(self._deadline_s, next_start_s) - now_s)):
                 sock = self._established(key)
                 if sock is not None:
                     return sock
-                next_start_s = now_s  # RFC 8305, section 5: a failed attempt starts the next one at once
+                if self._untried:
+                    next_start_s = now_s  # RFC 8305, section 5: a failed attempt starts the next one at once
 
     def _start(self, address: _AddressInfo) -> None:
         family, kind, protocol, _, target = address
@@ -101,7 +107,7 @@ class _Attempts:
         sock.setblocking(False)
         code = sock.connect_ex(target)
         if code in (0, errno.EINPROGRESS, errno.EINTR):
-            self._selector.register(sock, selectors.EVENT_WRITE, target)
+            self._selector.register(sock, selectors.EVENT_WRITE, address)
         else:
             sock.close()
             self._note(target, OSError(code, os.strerror(code)))
@@ -113,7 +119,7 @@ class _Attempts:
         if code == 0:
             return sock
         sock.close()
-        self._note(key.data, OSError(code, os.strerror(code)))
+        self._note(key.data[4], OSError(code, os.strerror(code)))
         return None
 
     def _note(self, target: tuple[Any, ...], error: OSError) -> None:
@@ -124,7 +130,7 @@ class _Attempts:
         return reason if self._is_alone else f"{join_host_port(target[0], target[1])}: {reason}"
 
     def _failure(self) -> OSError:
-        silent = [key.data for key in self._selector.get_map().values()]
+        silent = list(dict.fromkeys(key.data[4] for key in self._selector.get_map().values()))
         reasons = self._reasons + [self._reason(each, f"no answer within {self._timeout_s:.3g} s") for each in silent]
         message = "; ".join(reasons) or f"no connection within {self._timeout_s:.3g} s"
         if silent or not self._failures:

@@ -12,6 +12,7 @@ from cli.findings import Finding, Level
 from cli.main import main
 from services.cluster.probe import RedisFacts
 from services.runtime.version import version
+from tests.services.runtime.test_dialling import listening, silent
 
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
 WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
@@ -112,6 +113,26 @@ def test_a_worker_that_cannot_be_reached() -> None:
         f"d0 at 127.0.0.1:{port} cannot be reached from here: Connection refused",
     )
     assert "--advertise-host" in found.advice
+
+
+def test_a_payload_port_that_drops_packets_is_named_with_what_to_allow() -> None:
+    with listening() as (_, port), silent() as (_, transfer_port):
+        worker = WORKER | {"address": f"127.0.0.1:{port}", "transfer_address": f"127.0.0.1:{transfer_port}"}
+        (found,) = doctor.ports([worker], timeout_s=0.5)
+    assert (found.level, found.what) == (
+        Level.NOTE,
+        f"d0 is reached at 127.0.0.1:{port}, but not at its payload port 127.0.0.1:{transfer_port}: "
+        "no answer within 0.5 s",
+    )
+    assert f"allow TCP port {transfer_port} from the other workers to d0" in found.advice
+
+
+@pytest.mark.parametrize("transfer_address", ["", None])
+def test_a_worker_whose_ports_are_open(transfer_address: str | None) -> None:
+    with listening() as (_, port), listening() as (_, transfer_port):
+        known = f"127.0.0.1:{transfer_port}" if transfer_address is None else transfer_address
+        worker = WORKER | {"address": f"127.0.0.1:{port}", "transfer_address": known}
+        assert list(doctor.ports([worker], timeout_s=5)) == []
 
 
 def test_a_gateway_that_asks_for_a_key(api: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import link_retries
+from kv_transfer import link_dialling, link_retries
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receiving import LinkReceiver
 from kv_transfer.transports.base import LargePacketsLost
@@ -67,7 +67,7 @@ async def test_requests_wait_once_for_a_payload_port_that_drops_packets(
     monkeypatch.setattr(link_retries, "FIRST_RETRY_S", 3600.0)
     with silent() as (_, port), monkeypatch.context() as patch:
         advertise(patch, port)
-        pair = await make_pair(transport, sender_identity=ELSEWHERE, timeouts=Timeouts(connect_s=1.0))
+        pair = await make_pair(transport, sender_identity=ELSEWHERE)
         for _ in range(5):
             with pytest.raises(ChannelUnreachable, match="no answer within"):
                 await pair.reserve(16)
@@ -110,6 +110,25 @@ async def test_a_receiver_that_does_not_answer_is_waited_for_once(
         with pytest.raises(PeerUnreachable, match=f"prefill-0 could not make a Link to the worker at {pair.address}"):
             await pair.reserve(16)
     assert num_dials == 1
+
+
+async def test_a_receiver_whose_port_drops_packets_is_dialled_several_times_by_one_request(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.sending.SLOW_DIAL_S", 0.0)
+    monkeypatch.setattr(link_retries, "FIRST_RETRY_S", 3600.0)
+    pair = await make_pair("tcp")
+    dialled: list[str] = []
+    really_make = link_dialling.make_channel
+    monkeypatch.setattr(
+        link_dialling, "make_channel", lambda address: (dialled.append(address), really_make(address))[1]
+    )
+    with silent() as (host, port):
+        pair.address = f"{host}:{port}"
+        for _ in range(3):
+            with pytest.raises(PeerUnreachable, match=f"nothing answers.*allow TCP port {port} from prefill-0"):
+                await pair.reserve(16)
+    assert dialled == [pair.address] * link_dialling.MAX_SILENT_DIALS
 
 
 async def test_a_name_whose_first_address_is_silent_connects_to_the_second(

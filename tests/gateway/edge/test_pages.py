@@ -39,6 +39,7 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert [worker["id"] for worker in cluster["workers"]] == ["decode-0", "prefill-0"]
     assert set(cluster["workers"][0]) == {
         *("id", "role", "pid", "host", "region", "address", "incarnation", "state", "model", "pool", "exact", "pages"),
+        "transfer_address",
         *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s", "channels"),
         *("tensor_parallel", "pipeline_parallel", "identity", "left_out", "unreachable", "circuit", "counts", "pool"),
         *("page_tokens", "kv_bytes_per_token", "max_running", "waiting_tokens", "speed"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.runtime.dialling import dial
+from services.runtime.dialling import _alternating_families, _Attempts, dial
 
 Target = tuple[str, int]
 HANG_S = 30.0
@@ -79,14 +79,29 @@ def test_no_address_answers_in_time() -> None:
     assert f"127.0.0.1:{other[1]}: no answer within 0.5 s" in caught.value.strerror
 
 
+def test_a_silent_address_that_begins_to_answer_is_found_by_a_later_attempt() -> None:
+    """The first packet is lost: here, the first attempt meets a full backlog."""
+    addresses: list[Any] = []
+    with silent() as lost, listening() as target:
+        with pytest.MonkeyPatch.context() as patch:
+            start = _Attempts._start
+
+            def start_elsewhere(self: _Attempts, address: Any) -> None:
+                addresses.append(address)
+                start(self, (*address[:4], lost if len(addresses) == 1 else target))
+
+            patch.setattr(_Attempts, "_start", start_elsewhere)
+            with dial("once", 1, timeout_s=HANG_S, resolve=resolving(lost)) as sock:
+                assert sock.getpeername() == target
+    assert len(addresses) == 2
+
+
 def test_a_name_without_addresses_fails() -> None:
     with pytest.raises(OSError, match="no connection"):
         dial("nobody", 1, timeout_s=HANG_S, resolve=resolving())
 
 
 def test_families_alternate() -> None:
-    from services.runtime.dialling import _alternating_families
-
     four = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{n}", 1)) for n in range(2)]
     six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"2001:db8::{n}", 1, 0, 0)) for n in range(3)]
     assert _alternating_families([*six, *four]) == [six[0], four[0], six[1], four[1], six[2]]
