@@ -32,7 +32,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
+from services.runtime.rpc import check_answer, make_channel, metadata_of, prove, write_if_open
 from services.scheduling.links import LinkMeters
 
 OPENING_SHARE = 0.8
@@ -360,7 +360,7 @@ class _ChannelNotOpened(TransferFailed):
 
 async def _greet(call: Call, hello: Hello) -> HelloAck:
     """Introduce ourselves and return the answer. Raises the receiver's refusal."""
-    await call.write(to_wire(hello))
+    await write_if_open(call, to_wire(hello))
     wire = await call.read()
     if not isinstance(wire, link_pb2.LinkMessage):
         raise WorkerUnavailable("the receiver ended the Link at once")

@@ -251,7 +251,7 @@ class WorkerSession(ABC):
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await rpc.check_answer(proof, call)
-                await call.write(self._commands([self._command(hello=self._hello)]))
+                await rpc.write_if_open(call, self._commands([self._command(hello=self._hello)]))
                 first = await call.read()
             self._take(first)
             self._come_up()
