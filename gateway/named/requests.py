@@ -26,6 +26,7 @@ from gateway.requests.fan_out import merged
 from gateway.requests.lifecycle import Requests
 from services.cluster.journals import Claimed, Held, JournalStore, JournalWriter, Mode, Outcome, Record
 from services.runtime import telemetry
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
@@ -84,7 +85,7 @@ class Journals:
     def start(self) -> None:
         """Begins to write to Redis and to forget what is old, on the running loop."""
         self._writer.start()
-        self._beat = asyncio.create_task(self._beat_on(), name="journals")
+        self._beat = supervise(self._beat_on, name="journals")
 
     @property
     def num_bytes(self) -> int:

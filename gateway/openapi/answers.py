@@ -474,6 +474,16 @@ class Bottleneck(Exact):
     gains: list[Gain]
 
 
+class FailingTask(Exact):
+    """A background task of this gateway that keeps failing. `failures` is the number of failures in a row."""
+
+    name: str
+    subject: str
+    failures: int
+    error: str
+    since_unix_s: float
+
+
 class ClusterState(Exact):
     """The cluster as this gateway sees it now. `expected` are numbers of workers by role, where they are given."""
 
@@ -481,6 +491,7 @@ class ClusterState(Exact):
     expected: dict[str, int]
     gone: list[GoneWorker]
     troubles: list[Trouble]
+    failing_tasks: list[FailingTask]
     bottlenecks: list[Bottleneck]
     redis: RedisState
     workers: list[Worker]

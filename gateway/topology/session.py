@@ -106,7 +106,7 @@ class WorkerSession(ABC):
         self.counts: Counts | None = None
         """What the worker has counted since it started; None: it has not reported that."""
         self.books = Books()
-        self.is_up = False
+        self.is_up = self.has_ended = False
         self.num_dropped_events = 0
         self._hello = worker_pb2.SessionHello(
             gateway_incarnation=gateway_incarnation, worker_incarnation=peer.incarnation
@@ -392,6 +392,7 @@ class WorkerSession(ABC):
         return self._commands(commands)
 
     def _break(self, error: TandemError) -> None:
+        self.has_ended = True
         self._release_all()
         was_up, self.is_up = self.is_up, False
         sinks, self._sinks = self._sinks, {}

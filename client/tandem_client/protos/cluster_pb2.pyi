@@ -385,8 +385,8 @@ class Trouble(_message.Message):
     REMEDY_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """api_keys, certificate, circuit, clock, gone, left_out, link, missing, redis, redis_slow, storage or unreachable; later versions
-    may have more.
+    """api_keys, background_task, certificate, circuit, clock, gone, left_out, link, missing, redis, redis_slow, storage or
+    unreachable. Later versions may have more.
     """
     subject: _builtins.str
     """What it is wrong with: a worker's id, two of them, `redis`, `gateway`, a role."""
