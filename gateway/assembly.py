@@ -141,8 +141,7 @@ class Gateway:
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
         self._journals = self._make_journals()
-        # A third connection: files are larger still.
-        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=FILE_TIMEOUT_S)
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=FILE_TIMEOUT_S)  # for large files
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
         self.stored = self._make_stored(catalog)
         self._storage = self._make_storage_watch(files)

@@ -47,10 +47,9 @@ MAX_ROOM_RETRY_S = 60.0
 """The longest that a client is told to wait for room in Redis."""
 BEAT_INTERVAL_S = 1.0
 """How often running journals are written even without news, so that a gateway that lost one notices."""
-RETRY_AFTER_S = 1.0
+RETRY_AFTER_S, FIND_RETRY_S = 1.0, 0.1
 FIND_S = 5.0
 """How long a request that can only be continued waits for a Redis that does not answer; several calls fit into it."""
-FIND_RETRY_S = 0.1
 
 logger = logging.getLogger(__name__)
 

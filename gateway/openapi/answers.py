@@ -13,6 +13,7 @@ from gateway.requests.rebalancing import RebalancingState
 from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
 from services.cluster.placements import State
+from services.runtime.background_tasks import FailingTask
 from services.runtime.worker_state import WorkerState
 from services.scheduling.pools import Pool
 
@@ -472,16 +473,6 @@ class Bottleneck(Exact):
     is_batch_only: bool
     loads: list[ResourceLoad]
     gains: list[Gain]
-
-
-class FailingTask(Exact):
-    """A background task of this gateway that keeps failing. `failures` is the number of failures in a row."""
-
-    name: str
-    subject: str
-    failures: int
-    error: str
-    since_unix_s: float
 
 
 class ClusterState(Exact):

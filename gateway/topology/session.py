@@ -26,12 +26,7 @@ from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec, writ
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.errors import (
-    Overloaded,
-    TandemError,
-    WorkerLost,
-    WorkerUnavailable,
-)
+from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.membership import Proof
 from services.scheduling.links import NO_LINKS, PeerLinks
@@ -48,8 +43,7 @@ MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
 GATHER_S = 0.001
-"""The time after a message in which commands wait for one another: a message costs this process more than ten of them.
-"""
+"""Commands wait this long after a message for more of them: a message costs this process more than ten commands."""
 
 FEW_RUNNING = 8
 """Up to this many running answers, it is worth asking how long each may still take."""
@@ -380,8 +374,9 @@ class WorkerSession(ABC):
                 else:
                     self._wake_writer = loop.create_future()
                     await self._wake_writer
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except Exception:  # a session without its writer must not stay up
             call.cancel()
+            raise
 
     def _next_message(self) -> Any:
         commands = [self._outgoing.popleft()]

@@ -32,10 +32,10 @@ Loop = Callable[[], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class FailingTask:
-    """A loop that keeps failing.
+    """A background task that keeps failing.
 
-    `subject` is the part of the cluster that the loop works for, such as a worker ID. It is empty if there is only one
-    loop of that name. `error` contains nothing from a request.
+    `subject` is the part of the cluster that it works for, such as a worker ID. It is empty if there is only one task
+    of that name. `failures` is the number of failures in a row. `error` contains nothing from a request.
     """
 
     name: str

@@ -150,3 +150,22 @@ async def test_a_session_that_breaks_meanwhile_writes_nothing_more(session, call
     assert call.messages == [["first"]]
     assert session._wake_writer is not None
     assert not session._wake_writer.done()
+
+
+async def test_a_session_whose_writer_fails_ends(session):
+    """Commands would wait for ever otherwise, while the worker's reports show that all is well."""
+
+    class BrokenCall:
+        is_canceled = False
+
+        async def write(self, message):
+            raise ValueError("a field is out of range")
+
+        def cancel(self):
+            self.is_canceled = True
+
+    call = BrokenCall()
+    session.pause(AttemptKey("first", 1))
+    with pytest.raises(ValueError, match="out of range"):
+        await session._write_commands(call)
+    assert call.is_canceled
