@@ -293,9 +293,11 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     if is_ready:
         yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
     else:
-        yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
+        advice = "see below: too few workers have joined, or a background task keeps failing"
+        yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", advice)
     workers, troubles = cluster.get("workers", []), cluster.get("troubles", ())
     yield from judge_troubles(troubles)
+    yield from judge_tasks(cluster.get("failing_tasks", ()), troubles)
     yield from judge_versions(str(cluster.get("version", "")), workers)
     yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles})
     yield from ports(workers, timeout_s=settings.timeout)
@@ -306,6 +308,16 @@ def judge_troubles(troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for trouble in troubles:
         what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
         yield Finding(Level.BAD, "trouble", what, str(trouble.get("remedy", "")))
+
+
+def judge_tasks(tasks: Iterable[Mapping[str, Any]], troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Returns the failing tasks of the gateway that no trouble names: the task that looks for troubles may fail too."""
+    named = {trouble.get("subject") for trouble in troubles if trouble.get("kind") == "background_task"}
+    for task in tasks:
+        name = f"{task.get('name', '-')} {task.get('subject', '')}".rstrip()
+        if name not in named:
+            what = f"background_task {name}: it failed {task.get('failures', '-')} times: {task.get('error', '-')}"
+            yield Finding(Level.BAD, "trouble", what, "see `background task failed` in the gateway's log and report it")
 
 
 def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ from services.runtime.errors import (
     TandemError,
     TransferFailed,
 )
-from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
+from services.runtime.rpc import check_answer, make_channel, metadata_of, prove, write_if_open
 
 OPENING_SHARE = 0.8
 """Fraction of the time for a Link that one channel may take to open. The rest is left for the next channel."""
@@ -106,9 +106,7 @@ class LinkDialler:
         except ChannelUnreachable as error:
             # The remaining transports cannot work between these two: the others are to be fixed.
             raise ChannelUnreachable("; ".join(failures) or error.message) from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TandemError) as error:
-            if isinstance(error, asyncio.InvalidStateError):  # a write to a call that has just ended
-                error = PeerUnreachable(f"the worker at {address} ended the Link of {me} at once")
+        except (grpc.aio.AioRpcError, TandemError) as error:
             raise dial_error(error, address, caller=me) from error
 
     def offer_to(self, address: str) -> tuple[str, ...]:
@@ -201,7 +199,7 @@ class LinkDialler:
 
 async def _greet(call: Call, hello: Hello) -> HelloAck:
     """Introduces this worker and returns the receiver's reply. Raises the receiver's refusal."""
-    await call.write(to_wire(hello))
+    await write_if_open(call, to_wire(hello))
     wire = await call.read()
     if not isinstance(wire, link_pb2.LinkMessage):
         raise PeerUnreachable("the receiver ended the Link at once")

@@ -23,7 +23,7 @@ from kv_transfer.sending import SendLinks
 from protos import link_pb2, link_pb2_grpc
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import InvalidRequest, Overloaded, PeerUnreachable, StaleIncarnation, TransferFailed
-from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
+from services.runtime.rpc import check_answer, make_channel, metadata_of, prove, write_if_open
 
 SERVICE_NAME = "tandem.v1.Prefixes"
 GIVE = "/tandem.v1.Prefixes/Give"
@@ -87,7 +87,8 @@ async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: Pre
         proof = await prove(channel, GIVE, incarnation=holder.incarnation)
         call = link_pb2_grpc.PrefixesStub(channel).Give(metadata=metadata_of(proof))
         await check_answer(proof, call)
-        await call.write(
+        await write_if_open(
+            call,
             link_pb2.GivePrefix(
                 id=link_pb2.TransferId(request_id=wanted.transfer_id.request_id, attempt=wanted.transfer_id.attempt),
                 giver_incarnation=holder.incarnation,
@@ -97,13 +98,11 @@ async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: Pre
                 cache_salt=wanted.sharers,
                 page_size=wanted.page_size,
                 deadline_ms=max(1, deadline.remaining_ms()),
-            )
+            ),
         )
         given = await call.read()
     except grpc.aio.AioRpcError as error:
         raise call_error(error, holder.address) from error
-    except asyncio.InvalidStateError as error:  # a write to a call that has just ended
-        raise PeerUnreachable(f"the holder at {holder.address} ended the call") from error
     finally:
         if call is not None:
             call.cancel()

@@ -385,8 +385,8 @@ class Trouble(_message.Message):
     REMEDY_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """One of api_keys, certificate, circuit, clock, gone, hot_spot, kernels, left_out, link, missing, quarantine, redis, redis_slow,
-    storage, or unreachable. Later versions may add others.
+    """One of api_keys, background_task, certificate, circuit, clock, gone, hot_spot, kernels, left_out, link, missing,
+    quarantine, redis, redis_slow, storage, or unreachable. Later versions may add others.
     """
     subject: _builtins.str
     """What it is wrong with: a worker's id, two of them, `redis`, `gateway`, a role."""

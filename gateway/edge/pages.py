@@ -29,6 +29,7 @@ from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
 from services.cluster.placements import Placement, PlacementWriter
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import PROCESS_TASKS
 from services.runtime.errors import NotFound
 from services.runtime.identity import identity_fields
 from services.runtime.version import version
@@ -151,6 +152,7 @@ class ClusterPage:
             "expected": topology.presence.expected,
             "gone": [_gone_json(gone) for gone in topology.presence.gone],
             "troubles": self._troubles.all(),
+            "failing_tasks": PROCESS_TASKS.failing(),
             "bottlenecks": requests.bottlenecks.told(),
         }
 

@@ -13,6 +13,7 @@ from gateway.requests.rebalancing import RebalancingState
 from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
 from services.cluster.placements import State
+from services.runtime.background_tasks import FailingTask
 from services.runtime.worker_state import WorkerState
 from services.scheduling.pools import Pool
 
@@ -482,6 +483,7 @@ class ClusterState(Exact):
     expected: dict[str, int]
     gone: list[GoneWorker]
     troubles: list[Trouble]
+    failing_tasks: list[FailingTask]
     bottlenecks: list[Bottleneck]
     redis: RedisState
     workers: list[Worker]

@@ -22,6 +22,7 @@ from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, PrefillSession
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Sampling
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 
@@ -56,7 +57,7 @@ class Monitor:
 
     def start(self) -> None:
         """Begins to look."""
-        self._looking = asyncio.create_task(self._look_for_ever(), name="health-monitor")
+        self._looking = supervise(self._look_for_ever, name="health-monitor")
 
     async def close(self) -> None:
         """Ends that, and every trial."""

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.topology.keeper import break_silent, keep_connected
 from gateway.topology.member import Member, Role, seen_of
@@ -19,6 +20,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.views import USUAL_S, ModelWorkers, Rotation, UsualSpeeds, find_usual
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
 from services.runtime.gpu_facts import GpuFacts
@@ -85,8 +87,8 @@ class Topology:
         """Begins to watch for silent workers, and whether there is time for every token."""
         self.stale_since_s = self.now_s()  # until the registry has been read
         self._watching = [
-            asyncio.create_task(break_silent(self.members, self._last_renewal_s), name="silence-check"),
-            asyncio.create_task(self.pace.keep(), name="pace"),
+            supervise(partial(break_silent, self.members, self._last_renewal_s), name="silence-check"),
+            supervise(self.pace.keep, name="pace"),
         ]
 
     async def close(self) -> None:
@@ -234,10 +236,9 @@ class Topology:
         return len(self._in_rotation(role_name, model).members)
 
     def is_away(self, role_name: Role, model: str, *, audience: Audience) -> bool:
-        """Whether a worker for these requests has just lost its session and is still registered: it may be back soon.
+        """Returns whether a registered worker for these requests lost its session less than one lease time ago.
 
-        A worker that is starting is not away: how long that takes is unknown. Nor is one that has been out of reach
-        for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
+        Such a worker may reconnect soon. A starting worker does not count, because its loading time is unknown.
         """
         since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
         if self.stale_since_s is not None and (self.stale_since_s < since_s or not self.members()):
@@ -310,8 +311,7 @@ class Topology:
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
         """Returns the (pages, places) that a decode worker has for requests of a class.
 
-        What requests of worse classes hold is included, since these are preempted. Places never run out where the
-        worker does not say how many it has.
+        Includes the pages and slots of lower classes. Slots are unlimited if the worker does not report their number.
         """
         member = self._roles["decode"].members.get(worker_id)
         if member is None:
@@ -383,7 +383,7 @@ class Topology:
             member = role.members[worker_id] = Member(record, self._new_session(role, record))
             self._judge_model(member)
         if member.keeper is None and record.state != WorkerState.STARTING:
-            member.keeper = asyncio.create_task(self._keep(role, member), name=f"session-{worker_id}")
+            member.keeper = supervise(partial(self._keep, role, member), name="session", subject=worker_id)
 
     def _judge_model(self, member: Member) -> None:
         """Logs once for each worker process that it gets no work, and why: its model never changes in its life."""

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.cluster.prefix_index import MAX_PAGES, IndexSlice, Position, PrefixIndex, Sighting
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -130,7 +131,7 @@ class PrefixView:
 
     def start(self) -> None:
         """Begins to follow, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="prefix-view")
+        self._task = supervise(self._follow, name="prefix-view")
 
     async def close(self) -> None:
         """Stops following."""

@@ -4,7 +4,6 @@ Each judgement is a function of plain data; what they need of the past is kept i
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
@@ -18,6 +17,7 @@ from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime import rpc
+from services.runtime.background_tasks import FailingTask, supervise
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
@@ -89,14 +89,16 @@ HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
 HOT_PROMPTS_REMEDY = (
     "prompts stay where they were sent: see whether it is slower than the others, or alone in holding a common prefix"
 )
+TASK_REMEDY = (
+    "see `background task failed` in the gateway's log and report it; the gateway restarts the task, and restarting "
+    "the gateway may help"
+)
 KEYS_REMEDY = "repair the file: it is read again within a second, and until then the keys before it hold"
 QUARANTINE_REMEDY = (
     "see the gateways' logs for what was quarantined, and the last words of the workers that died; it ends by itself "
     "after 10 minutes"
 )
 CERTIFICATE_REMEDY = "renew it and replace the files: they are read again without a restart"
-
-logger = logging.getLogger(__name__)
 
 
 class TroubleWatch:
@@ -127,7 +129,7 @@ class TroubleWatch:
 
     def start(self) -> None:
         """Begins to look, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="troubles")
+        self._task = supervise(self._follow, name="troubles")
 
     async def close(self) -> None:
         """Stops looking."""
@@ -187,10 +189,7 @@ class TroubleWatch:
 
     async def _follow(self) -> None:
         while True:
-            try:
-                self.look()
-            except Exception:  # root of the task: what one look meets must not end all others
-                logger.exception("the cluster's troubles cannot be looked for")
+            self.look()
             await asyncio.sleep(LOOK_S)
 
 
@@ -296,6 +295,16 @@ def hot_prefills(members: Iterable[Member]) -> Mapping[str, Found]:
                 cause = f"prompts of {queue_s:.1f} s wait there, at the others of {others_s:.1f} s"
                 found[worker_id] = Found(cause, HOT_PROMPTS_REMEDY)
     return found
+
+
+def failing_tasks(tasks: Iterable[FailingTask]) -> Mapping[str, Found]:
+    """Returns the background tasks of this gateway that keep failing."""
+    return {
+        f"{task.name} {task.subject}".rstrip(): Found(
+            f"it failed {task.failures} times in a row, most recently with: {task.error}", TASK_REMEDY
+        )
+        for task in tasks
+    }
 
 
 def unreadable_keys(error: str) -> Mapping[str, Found]:

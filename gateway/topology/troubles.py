@@ -14,6 +14,7 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 
 Kind = Literal[
     "api_keys",
+    "background_task",
     "certificate",
     "circuit",
     "clock",
@@ -33,6 +34,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _SAID: Mapping[Kind, tuple[str, str]] = {
     "api_keys": ("the file of API keys cannot be read; the old keys stay", "the file of API keys can be read again"),
+    "background_task": ("a background task keeps failing", "a background task works again"),
     "certificate": ("a TLS certificate must be renewed", "a TLS certificate is good again"),
     "clock": ("the clock of a worker is wrong", "the clock of a worker is right again"),
     "gone": ("a worker is gone", "a worker is no longer missed"),

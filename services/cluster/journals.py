@@ -22,6 +22,7 @@ import msgspec
 from services.cluster.journal_room import JournalRoom, cost_bytes, room_keys
 from services.cluster.journal_scripts import CLAIM, MAX_CHOICES, MAX_JOURNAL_BYTES, TOKEN_BYTES, WRITE, Written
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import StoreUnavailable
 
 VERSION = 1
@@ -246,7 +247,7 @@ class JournalWriter:
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="journal-writer")
+        self._task = supervise(self._write_behind, name="journal-writer")
 
     def post(self, record: Record) -> None:
         """Notes that the record has something new, or should not expire."""
@@ -278,6 +279,8 @@ class JournalWriter:
                         await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _write_behind(self) -> None:
+        if self._pending:  # An unexpected error ended this loop before.
+            self._has_work.set()
         while True:
             await self._has_work.wait()
             await asyncio.sleep(self._flush_interval_s)

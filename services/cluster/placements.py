@@ -16,6 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from services.cluster.redis_store import Script, Store
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import StoreUnavailable
 
 ACTIVE_TTL_S = 3600.0
@@ -189,7 +190,7 @@ class PlacementWriter:
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="placement-writer")
+        self._task = supervise(self._write_behind, name="placement-writer")
 
     def post(self, placement: Placement) -> None:
         """Notes the latest placement of a request, to be written soon."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from services.cluster.redis_store import Script, Store
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -63,7 +64,7 @@ class Quarantine:
 
     def start(self) -> None:
         """Begins to exchange fingerprints with the other gateways, on the running loop."""
-        self._task = asyncio.create_task(self._exchange_always(), name="quarantine")
+        self._task = supervise(self._exchange_always, name="quarantine")
 
     async def close(self) -> None:
         """Stops the exchange."""

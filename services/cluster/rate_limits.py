@@ -30,6 +30,7 @@ from services.cluster.rate_limit_scripts import (
     TOKENS,
 )
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -232,7 +233,7 @@ class Limiter:
 
     def start(self) -> None:
         """Begins to renew and to settle, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="limits")
+        self._task = supervise(self._write_behind, name="limits")
 
     async def close(self) -> None:
         """Stops renewing and settling, and writes what waits if Redis answers."""

@@ -25,6 +25,7 @@ from services.cluster.keys import Keys
 from services.cluster.redis_store import Store, run_script, thread_client
 from services.cluster.registry_scripts import LIST, RELEASE, RENEW
 from services.cluster.secret import share, share_through
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import redacted
@@ -398,7 +399,7 @@ class _Wakeups:
     async def wait(self, timeout_s: float, *, is_store_available: bool) -> None:
         """Waits for a published change, at least MIN_POLL_INTERVAL_S and at most `timeout_s`."""
         if is_store_available and (self._listener is None or self._listener.done()):
-            self._listener = asyncio.create_task(self._listen(), name="workers-changed")
+            self._listener = supervise(self._listen, name="workers-changed")
         elif not is_store_available:
             await self._stop()
         await asyncio.sleep(MIN_POLL_INTERVAL_S)

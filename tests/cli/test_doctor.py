@@ -160,6 +160,21 @@ def test_each_trouble_is_a_finding_and_nothing_is_said_twice(api: Any, capsys: p
     assert "nothing is wrong" not in text
 
 
+def test_a_failing_task_of_the_gateway_is_named_once(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gateway lists it among the troubles too, unless the task that looks for troubles fails itself."""
+    error = "KeyError (session.py:290); the log has the rest"
+    task = {"name": "session", "subject": "d0", "failures": 5, "error": error, "since_unix_s": 1.0}
+    looking = {**task, "name": "troubles", "subject": ""}
+    told = {"kind": "background_task", "subject": "session d0", "cause": error, "remedy": "report it"}
+    api.routes["GET /ready"] = (200, {})
+    api.routes["GET /cluster"] = (200, {"workers": [], "troubles": [told], "failing_tasks": [task, looking]})
+    assert main(["doctor", "--url", api.url]) == 1
+    text = capsys.readouterr().out
+    assert text.count("background_task session d0: ") == 1
+    assert f"background_task troubles: it failed 5 times: {error}" in text
+    assert "nothing is wrong" not in text
+
+
 SOUND = RedisFacts("9.1.0", ping_s=0.0002, clock_ahead_s=0.01, used_bytes=10, max_bytes=0, eviction="noeviction")
 
 

@@ -16,6 +16,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.connections import Connections
 from gateway.http.metrics import HttpUse
 from gateway.limits import SERVICE_CLASSES
+from gateway.observability.background_tasks import BackgroundTaskMetrics
 from gateway.observability.bottlenecks import BottleneckWatch
 from gateway.observability.metrics import MAX_TENANTS, OTHER_TENANTS, Metrics
 from gateway.topology.counts import Counts, HostTierPages
@@ -449,6 +450,7 @@ def all_moved():
     )
     metrics.note_storage(use, StorageBounds(file_bytes=2, journal_bytes=2, answer_bytes=2))
     metrics.watch(HttpUse(Connections(), Bodies(0)))
+    metrics.watch(BackgroundTaskMetrics(SimpleNamespace(num_failures={"workers": 2})))
     population, clock = {("tiny", "normal", "queued"): 1}, ManualClock()
     metrics.watch_requests(lambda: population)
     bottlenecks = BottleneckWatch(list, lambda: population, clock=clock)

@@ -21,9 +21,11 @@ class Session:
 
     def __init__(self, error):
         self.error, self.checks, self.slept_s = error, [], 0.0
+        self.has_ended = False
         self.checked_often, self.was_forgiven = asyncio.Event(), asyncio.Event()
 
     async def run(self):
+        self.has_ended = True
         raise self.error
 
     def check_silence(self, now_s, *, is_lease_renewed):
@@ -56,6 +58,23 @@ async def test_a_session_is_made_again_until_the_worker_is_not_listed(monkeypatc
     assert [obstacles[0].cause, obstacles[1]] == ["gone", SILENT]
     assert (obstacles[0].remedy, member.obstacle.remedy) == (NETWORK, OTHER_CLUSTER)
     assert not errors
+
+
+async def test_a_keeper_that_is_restarted_after_an_unexpected_error_uses_a_new_session():
+    member, made = member_with(KeyError("unknown field")), []
+    member.is_listed = False
+
+    def new_session():
+        made.append(Session(WorkerUnavailable("gone")))
+        return made[-1]
+
+    with pytest.raises(KeyError):
+        await keep_connected(member, new_session)
+    assert not made
+    async with asyncio.timeout(60):
+        await keep_connected(member, new_session)
+    assert [member.session] == made, "a session cannot run twice"
+    assert member.obstacle.cause == "gone"
 
 
 @pytest.mark.parametrize(("renewed_ago_s", "is_renewed"), [(0.0, True), (math.inf, False)])

@@ -18,6 +18,7 @@ from gateway.topology.trouble_watch import (
     UNREACHABLE_AFTER_S,
     TroubleWatch,
     circuits,
+    failing_tasks,
     hot_decodes,
     hot_prefills,
     quarantined,
@@ -26,6 +27,7 @@ from gateway.topology.trouble_watch import (
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
 from services.runtime import rpc
+from services.runtime.background_tasks import FailingTask
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
 from services.runtime.tls import Identity
@@ -158,6 +160,20 @@ def test_a_file_of_keys_that_cannot_be_read(scene: Scene) -> None:
     assert scene.look() == {("api_keys", "gateway"): "line 3 is no TOML"}
     scene.told = {"api_keys": unreadable_keys("")}
     assert scene.look() == {}
+
+
+def test_a_background_task_that_keeps_failing(scene: Scene) -> None:
+    tasks = [FailingTask("session", "d-0", 7, "KeyError (session.py:290); the log has the rest", 1.0)]
+    tasks.append(FailingTask("workers", "", 3, "Redis does not answer", 2.0))
+    scene.told = {"background_task": failing_tasks(tasks)}
+    assert scene.look() == {
+        ("background_task", "session d-0"): (
+            "it failed 7 times in a row, most recently with: KeyError (session.py:290); the log has the rest"
+        ),
+        ("background_task", "workers"): "it failed 3 times in a row, most recently with: Redis does not answer",
+    }
+    scene.told = {"background_task": failing_tasks([])}
+    assert not scene.look()
 
 
 def test_redis_that_is_far_and_redis_that_is_away(scene: Scene) -> None:

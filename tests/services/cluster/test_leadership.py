@@ -103,3 +103,24 @@ async def test_without_redis_nobody_acts_for_long() -> None:
     assert not await leadership.renew()
     await leadership.close()
     await store.close()
+
+
+async def test_renewing_goes_on_after_an_unexpected_error(
+    patient_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that stopped renewing would never act again."""
+    leadership, renew = Leadership(patient_store, patient_store.keys.autoscaler, holder="a"), Leadership.renew
+    errors: list[Exception] = [KeyError("an error that nobody expects")]
+
+    async def renew_or_fail(self: Leadership) -> bool:
+        if errors:
+            raise errors.pop()
+        return await renew(self)
+
+    monkeypatch.setattr(Leadership, "renew", renew_or_fail)
+    leadership.start()
+    async with asyncio.timeout(60):
+        while not leadership.is_held:  # noqa: ASYNC110 - the condition is another task's state
+            await asyncio.sleep(0.01)
+    assert not errors
+    await leadership.close()

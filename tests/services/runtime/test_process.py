@@ -1,17 +1,21 @@
 """Exit codes, signals and the bond to the parent, with real processes."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from services.runtime import process
+from services.runtime import last_words, process, service_manager
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import ConfigError, InvariantViolated, ModelError
-from services.runtime.process import exit_code
+from services.runtime.process import EXIT_FAILED, exit_code, watched
 from tests.waiting import HANG_LIMIT_S, wait_until
 
 SERVICE = """
@@ -85,6 +89,51 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
 
 def test_a_clean_end_is_zero() -> None:
     assert exit_code(lambda: None) == 0
+
+
+def test_a_background_task_that_finds_the_program_contradict_itself_ends_the_process() -> None:
+    cleaned_up: list[bool] = []
+
+    async def contradict() -> None:
+        raise InvariantViolated("a page is held twice")
+
+    async def main() -> None:
+        task = supervise(contradict, name="pages")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.append(task.done())
+
+    assert exit_code(lambda: asyncio.run(watched(main()))) == EXIT_FAILED
+    assert cleaned_up == [True]
+
+
+@pytest.mark.parametrize("name", ["watchdog", "memory-watch"])
+def test_what_watches_the_process_goes_on_after_an_unexpected_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = Counter[str]()
+
+    async def main() -> None:
+        went_on = asyncio.Event()
+
+        async def watch(watched_name: str) -> None:
+            num_calls[watched_name] += 1
+            if watched_name == name and num_calls[name] == 1:
+                raise KeyError("an error that nobody expects")
+            if watched_name == name:
+                went_on.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(service_manager, "keep_watchdog", partial(watch, "watchdog"))
+        monkeypatch.setattr(last_words, "watch_memory", partial(watch, "memory-watch"))
+
+        async def until_it_went_on() -> None:
+            async with asyncio.timeout(60):
+                await went_on.wait()
+
+        await watched(until_it_went_on())
+
+    asyncio.run(main())
+    assert num_calls[name] == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
