@@ -738,7 +738,7 @@ class Location(_message.Message):
     PREFILL_REGION_FIELD_NUMBER: _builtins.int
     DECODE_REGION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """queued, admitted, prefilling, transferring, decoding, finished, failed or cancelled."""
+    """queued, admitted, prefilling, transferring, decoding, finished, failed, cancelled, or interrupted: its gateway died."""
     attempt: _builtins.int
     """Number of the attempt, from 1."""
     gateway: _builtins.str
