@@ -385,7 +385,7 @@ class Trouble(_message.Message):
     REMEDY_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """api_keys, certificate, circuit, clock, gone, left_out, link, missing, redis, redis_slow, storage or unreachable; later versions
+    """api_keys, certificate, circuit, clock, flapping, gone, left_out, link, log, missing, redis, redis_slow, storage, unreachable; later versions
     may have more.
     """
     subject: _builtins.str
