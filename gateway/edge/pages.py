@@ -119,7 +119,8 @@ class ClusterPage:
         placement = await located(self._placements, request_id)
         return {
             "id": placement.request_id,
-            "state": placement.state,
+            "state": placement.shown_state,
+            "last_state": placement.state,
             "attempt": placement.attempt,
             "gateway": placement.gateway,
             "prefill_worker": placement.prefill_worker,

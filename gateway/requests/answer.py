@@ -90,6 +90,8 @@ class RunningAnswer:
         self.max_num_tokens = self._num_prompt_tokens + spec.sampling.max_tokens
         """The most tokens of prompt and answer together."""
         self.strikes: list[Strike] = []
+        self.num_refusals = 0
+        """How often a worker refused it as invalid, although this gateway had accepted it."""
         self.avoided: set[str] = set()
         self.avoided_pairs: set[tuple[str, str]] = set()
         self.bookings = Bookings()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 
+from gateway.topology.flapping import FLAP_WINDOW_S, FlapCounter, SeenWorker
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.presence import Gone, Shortage
@@ -16,7 +17,7 @@ from gateway.topology.watch import CircuitReport, CutPairReport
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
-from services.runtime import rpc
+from services.runtime import logs, rpc
 from services.runtime.background_tasks import FailingTask, supervise
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import SYSTEM_CLOCK, Clock
@@ -48,6 +49,8 @@ KERNELS_REMEDY = (
     "and no other kind of worker continues its responses"
 )
 GONE_REMEDY = "look at its machine and its log; a worker that leaves on purpose is ended with SIGTERM or tandem drain"
+FLAPPING_REMEDY = "see why it ended or was ejected: its log, its termination message, its machine's memory and network"
+LOG_REMEDY = "free space on the disk of the logs, or start the process with another --log-dir"
 MISSING_REMEDY = "start workers, look at those that are gone or cannot be reached, or change --expect"
 SLOW_REDIS_REMEDY = "move Redis nearer to the gateways, or look at what else uses it or its machine"
 HOT_FOR_S = 10.0
@@ -122,6 +125,7 @@ class TroubleWatch:
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
         self._hot = _Lasting(HOT_FOR_S)
+        self._flaps = FlapCounter()
         self._links: dict[str, float] = {}
         """When pages last got stuck between a pair of workers, by the names of the pair."""
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +151,10 @@ class TroubleWatch:
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
         troubles.settle("kernels", without_kernels(members))
-        for kind, found in self._told().items():
+        told = self._told()
+        troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, told.get("circuit", {})), now_s)))
+        troubles.settle("log", lost_lines(logs.lost))
+        for kind, found in told.items():
             hot = {**found, **hot_prefills(members)} if kind == "hot_spot" else None
             troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
@@ -236,6 +243,30 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
             obstacle = member.obstacle or SILENT
             found[member.record.id] = Found(f"at {member.record.address}: {obstacle.cause}", obstacle.remedy)
     return found
+
+
+def seen_workers(members: Iterable[Member], ejected: Mapping[str, Found]) -> list[SeenWorker]:
+    """Returns the registered workers. `ejected` holds those that get no work because of their circuits."""
+    return [
+        SeenWorker(member.record.id, member.record.incarnation, member.state, member.record.id in ejected)
+        for member in members
+    ]
+
+
+def flapping(num_failures: Mapping[str, int]) -> Mapping[str, Found]:
+    """Returns the workers that failed and recovered several times."""
+    minutes = round(FLAP_WINDOW_S / 60)
+    return {
+        worker_id: Found(f"it failed {count} times within {minutes} minutes", FLAPPING_REMEDY)
+        for worker_id, count in num_failures.items()
+    }
+
+
+def lost_lines(lost: logs.LostLines) -> Mapping[str, Found]:
+    """Returns this process if its last line could not be written."""
+    if not lost.error:
+        return {}
+    return {"gateway": Found(f"{lost.count} lines of the log could not be written: {lost.error}", LOG_REMEDY)}
 
 
 def left_out(members: Iterable[Member]) -> Mapping[str, Found]:

@@ -19,7 +19,7 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.phases import AttemptFacts
 from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
-from gateway.requests.failover import TRY_AGAIN, reason_of
+from gateway.requests.failover import TRY_AGAIN, check_refusals, reason_of
 from gateway.requests.fan_out import all_of
 from gateway.requests.lifecycle import Requests
 from gateway.requests.policies import Policies
@@ -33,6 +33,7 @@ from gateway.topology.events import (
     Heard,
     PrefillStarted,
     SequenceOrder,
+    Unfit,
     VectorOrder,
 )
 from gateway.topology.members import Topology
@@ -165,7 +166,7 @@ class Embedder:
         self._requests.quarantine.check(spec)
         tried: set[str] = set()
         strikes: set[str] = set()
-        number = num_failures = 0
+        number = num_failures = num_refusals = 0
         was_refused = False
         while True:
             number += 1
@@ -181,6 +182,8 @@ class Embedder:
                         failure, incarnation = error.again(), place.session.peer.incarnation
             tried.add(incarnation)
             texts.note_failure(failure, spec, number)
+            num_refusals += isinstance(failure, Unfit)
+            check_refusals(failure, num_refusals, request_id=spec.request_id)
             num_failures += self._suspects.judge(failure, spec, strikes=strikes, incarnation=incarnation)
             if num_failures >= self._policies.max_attempts:
                 raise failure

@@ -1,6 +1,6 @@
 """What Redis does for stored answers: the Lua scripts of `answers`."""
 
-from services.cluster.answer_records import AnswerReply, COMMON, INLINE_BYTES, MAX_ACTIVE, MAX_READ_EVENTS, MAX_SEEN
+from services.cluster.answer_records import COMMON, INLINE_BYTES, MAX_ACTIVE, MAX_READ_EVENTS, MAX_SEEN, AnswerReply
 from services.cluster.files import OVERHEAD_BYTES, SWEEP, UPLOAD_TTL_S
 from services.cluster.pending_work import WAITING
 from services.cluster.redis_store import Script
@@ -224,7 +224,7 @@ FIND_WAITING = Script(COMMON + WAITING)
 # ARGV: owner, lease in ms, queue, tenant. Answers name, fields, number of events and the last event of what was claimed.
 CLAIM = Script(
     COMMON
-    + f"""
+    + """
 local owner, lease_ms, queue, tenant = unpack(ARGV)
 local name = oldest_of(waiting_prefix .. queue, tenant, file_prefix)
 if not name then return false end
@@ -234,7 +234,7 @@ redis.call('HINCRBY', key, 'tries', 1)
 redis.call('HSET', key, 'owner', owner, 'state', 'in_progress')
 wait_until(name, tenant, redis.call('HGET', key, 'regions'), now_ms + lease_ms)
 local num_events = redis.call('LLEN', events_key(name))
-return {{name, redis.call('HGETALL', key), num_events, redis.call('LINDEX', events_key(name), -1) or ''}}
+return {name, redis.call('HGETALL', key), num_events, redis.call('LINDEX', events_key(name), -1) or ''}
 """
 )
 

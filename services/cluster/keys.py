@@ -114,7 +114,7 @@ class Keys:
 
     @property
     def gateways(self) -> str:
-        """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
+        """Sorted set of the incarnations of all running gateways; the score is when one counts as lost.
 
         The score is in unix ms by the clock of Redis, 10 s after its last sign of life.
         """

@@ -51,6 +51,8 @@ class State(StrEnum):
 TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 ACTIVE = frozenset(State) - TERMINAL
 PLACED = ACTIVE - {State.QUEUED}
+INTERRUPTED = "interrupted"
+"""The shown state of a request whose gateway died. No gateway writes it: the owner cannot, and others do not look."""
 FINAL = frozenset({State.FINISHED, State.CANCELLED})
 """States after which no further attempt follows."""
 
@@ -91,6 +93,13 @@ class Placement(msgspec.Struct, frozen=True):
     """Worker id; empty: not chosen yet."""
     began_unix_ns: int = 0
     """When the request began: the same in all its placements, other than that of an earlier request of its id."""
+    has_lost_owner: bool = False
+    """Whether Redis no longer lists its gateway as present. Only what was read from Redis can say so."""
+
+    @property
+    def shown_state(self) -> str:
+        """The state for a person to read: `interrupted` if the gateway died while the request was running."""
+        return INTERRUPTED if self.has_lost_owner and self.state in ACTIVE else self.state
 
 
 def accepts(current: Placement | None, update: Placement) -> bool:
@@ -141,7 +150,8 @@ class PlacementStore:
 
         Asks patiently, because it is a person that waits for the answer.
         """
-        answer = await self._store.run_patiently(_GET, (self._store.keys.request(request_id),), (MAX_TEXT_BYTES,))
+        keys = (self._store.keys.request(request_id), self._store.keys.gateways)
+        answer = await self._store.run_patiently(_GET, keys, (MAX_TEXT_BYTES,))
         if not answer:
             return None
         placement = _parse(request_id, answer)
@@ -281,10 +291,11 @@ class PlacementWriter:
 
 def _parse(request_id: str, fields: Sequence[bytes]) -> Placement | None:
     try:
-        began, attempt, gateway, state, prefill, decode = (field.decode() for field in fields)
+        began, attempt, gateway, state, prefill, decode, presence = (field.decode() for field in fields)
         if not (attempt.isascii() and attempt.isdigit() and 1 <= int(attempt) <= MAX_ATTEMPT and len(began) == 20):
             return None
-        return Placement(request_id, int(attempt), State(state), gateway, prefill, decode, int(began))
+        lost = presence == "lost"
+        return Placement(request_id, int(attempt), State(state), gateway, prefill, decode, int(began), lost)
     except ValueError:
         return None
 
@@ -348,17 +359,23 @@ end
 return fenced
 """)
 
-# KEYS: one placement. ARGV: most bytes of a field. Answers its fields; nothing if the key does not exist; empty texts,
-# which no reader takes for a placement, if it is another kind of value or too large.
+# KEYS: one placement, the set of gateways. ARGV: most bytes of a field. Returns its fields, and `lost` if the set does
+# not have its gateway. Returns nothing if the key does not exist, and empty texts, which no reader takes for a
+# placement, if it is another kind of value or too large.
 _GET = Script("""
 local kind = redis.call('TYPE', KEYS[1]).ok
-local unreadable = {'', '', '', '', '', ''}
+local unreadable = {'', '', '', '', '', '', ''}
 if kind == 'none' then return {} end
 if kind ~= 'hash' then return unreadable end
 local answer = {}
 for index, name in ipairs({'began', 'attempt', 'gateway', 'state', 'prefill', 'decode'}) do
   if redis.call('HSTRLEN', KEYS[1], name) > tonumber(ARGV[1]) then return unreadable end
   answer[index] = redis.call('HGET', KEYS[1], name) or ''
+end
+answer[7] = ''
+if redis.call('TYPE', KEYS[2]).ok == 'zset' then
+  local now, ends_ms = redis.call('TIME'), redis.call('ZSCORE', KEYS[2], answer[3])
+  if not ends_ms or tonumber(ends_ms) < now[1] * 1000 + math.floor(now[2] / 1000) then answer[7] = 'lost' end
 end
 return answer
 """)

@@ -22,10 +22,41 @@ _NOT_FIELDS = frozenset({"time", "level", "message", "logger", "exception", "ser
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+class LostLines:
+    """Log lines that this process could not write, for example because the disk is full."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.error = ""
+        """Why the last line could not be written. Empty if it was written."""
+
+
+lost = LostLines()
+"""Those of this process."""
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to a stream. A line that cannot be written is counted: it must neither end nor delay the process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        lost.error = ""
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Counts a line that the system did not take. Other errors are mistakes in a log call."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            lost.count += 1
+            lost.error = error.strerror or str(error)
+        else:
+            super().handleError(record)
+
+
 def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | None = None) -> None:
     """Sends all records to stderr (or `stream`): as JSON, or as readable lines if that is a terminal."""
     target = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(target)
+    handler = _Handler(target)
     identity = {"service": service} | ({"worker_id": worker_id} if worker_id else {})
     human = HumanFormatter(is_coloured=wants_colour(target))
     handler.setFormatter(human if target.isatty() else JsonFormatter(identity))

@@ -353,6 +353,30 @@ async def test_refused_prefill_goes_to_another_prefill_worker(make_system, worke
     assert len(system.workers["decode-0"].attempts) == 2
 
 
+async def refuse_as_invalid(attempt):
+    attempt.refuse(InvalidRequest("top_p is 0 but must be more"))
+
+
+async def test_invalid_for_one_worker_alone_is_served_by_another(make_system, worker_type, pair):
+    system = await make_system(routing="round_robin")
+    await system.add(worker_type("decode", "decode-0", refuse_as_invalid))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    responses = [await system.complete(max_tokens=100) for _ in range(2)]
+    assert [response.json()["choices"][0]["text"] for response in responses] == [ANSWER_TEXT] * 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+async def test_invalid_for_two_attempts_is_the_clients_error_and_not_tried_again(make_system, worker_type, num_workers):
+    system = await make_system(routing="round_robin")
+    for number in range(num_workers):
+        await system.add(worker_type("decode", f"decode-{number}", refuse_as_invalid))
+    response = await system.complete(max_tokens=100)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "refused_by_workers")
+    assert "top_p is 0 but must be more" in response.json()["error"]["message"]
+    assert "retry-after" not in response.headers
+    assert [len(worker.attempts) for worker in system.workers.values()] == [2] * num_workers
+
+
 async def test_full_cluster_queues_in_order_and_refuses_beyond_the_bound(make_system, worker_type, pair):
     system = await make_system(max_queued_requests=2)
     room, order = [], []

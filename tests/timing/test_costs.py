@@ -7,7 +7,6 @@ import time
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from tokenizers import Tokenizer
 
+from gateway.models.marks import Marks
 from gateway.models.model_files import read_model_files
-from gateway.models.tokenizer import ModelTokenizer
 from gateway.topology.prefix_view import PrefixView
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.metrics import Counts, Distributions, FastRegistry
 from services.structured.form import AnswerForm
 from services.structured.grammar import TooComplex, check_form
 from tests.gateway.models.test_detokenizers import from_json, specials_tokenizer
-from tests.gateway.models.test_tokenizer import LLAMA3_SPECIALS
+from tests.gateway.models.test_marks import LLAMA3_SPECIALS
 from tests.gateway.models.test_tool_calls import BEFORE_SPACES, HERMES, HOSTILE, content_of, parser_of, whole
 from tests.gateway.topology.test_prefix_view import page_keys, refreshed, scripted
 from tests.services.structured.test_cost import COSTLY
@@ -47,15 +46,14 @@ def test_tokens_without_text(token_id: int) -> None:
             detokenizer.push([token])
 
 
-@pytest.mark.parametrize("part", ["<|", "<|r", "<|reserved_special_token_1", "<|eo"])
+@pytest.mark.parametrize("part", ["<|", "<|r", "<|reserved_special_token_1", "<|eo", "< ", "<\n"])
 def test_beginnings_of_special_tokens(model_folder: Path, part: str) -> None:
-    files = read_model_files(model_folder)
-    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    tokenizer = Tokenizer.from_str(read_model_files(model_folder).tokenizer_json)
     tokenizer.add_special_tokens(LLAMA3_SPECIALS)
-    model = ModelTokenizer(replace(files, tokenizer_json=tokenizer.to_str()))
-    text = part * (8 * 1024 * 1024 // len(part))
+    marks = Marks(tokenizer)
+    text = part * (8 * 1024 * 1024 // len(part)) + "."
     with within(1):
-        assert not model._holds_special_text(text)
+        assert not marks.are_in(text)
 
 
 @pytest.mark.parametrize("row", HOSTILE, ids=HOSTILE)

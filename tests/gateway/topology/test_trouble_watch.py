@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.topology.flapping import FLAP_WINDOW_S, FLAPS
 from gateway.topology.presence import Presence, Seen
 from gateway.topology.trouble_watch import (
     CLOCK_OFF_FOR_S,
@@ -26,7 +27,7 @@ from gateway.topology.trouble_watch import (
 )
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
-from services.runtime import rpc
+from services.runtime import logs, rpc
 from services.runtime.background_tasks import FailingTask
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
@@ -56,6 +57,7 @@ def member(id_: str, **what: Any) -> Any:
         id=id_,
         role="decode",
         address=f"{id_}:1",
+        incarnation="a",
         certificate_end_unix_s=what.pop("certificate_end_unix_s", 0),
         kernels_error=what.pop("kernels_error", ""),
     )
@@ -114,6 +116,37 @@ def test_a_clock_that_stays_wrong(scene: Scene, ahead_s: float, words: str) -> N
     assert scene.look(1.0) == {}
     scene.members = [member("d", clock_ahead_s=ahead_s)]
     assert scene.look(1.0) == {}, "one late message is not a wrong clock"
+
+
+def test_a_worker_that_fails_again_and_again(scene: Scene) -> None:
+    for _ in range(FLAPS):
+        scene.members = [member("d"), member("e")]
+        assert scene.look(1.0) == {}
+        scene.members = [member("d", state="lost", changed_at_s=scene.wall.now_s), member("e")]
+        last = scene.look(1.0)
+    assert last == {("flapping", "d"): f"it failed {FLAPS} times within 10 minutes"}
+    scene.members = [member("d"), member("e")]
+    assert scene.look(FLAP_WINDOW_S) == {}
+
+
+def test_an_ejection_is_a_failure(scene: Scene) -> None:
+    scene.members = [member("d")]
+    for _ in range(FLAPS):
+        scene.told = {"circuit": {}}
+        scene.look(1.0)
+        scene.told = {"circuit": {"d": Found("it is kept from work", "see its log")}}
+        found = scene.look(1.0)
+    assert ("flapping", "d") in found
+
+
+def test_a_log_that_cannot_be_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = logs.LostLines()
+    monkeypatch.setattr(logs, "lost", lost)
+    assert scene.look() == {}
+    lost.count, lost.error = 7, "No space left on device"
+    assert scene.look() == {("log", "gateway"): "7 lines of the log could not be written: No space left on device"}
+    lost.error = ""
+    assert scene.look() == {}
 
 
 def test_certificates_that_end_soon(scene: Scene) -> None:

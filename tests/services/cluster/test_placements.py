@@ -27,7 +27,8 @@ from services.cluster.placements import (
     can_move,
     can_reach,
 )
-from services.cluster.redis_store import Store
+from services.cluster.rate_limits import Limiter
+from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
@@ -172,6 +173,31 @@ def test_written_behind_or_not_the_last_state_is_the_same(data: st.DataObject, r
         await store.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.TRANSFERRING, State.FINISHED])
+async def test_a_request_whose_gateway_is_no_longer_present_is_interrupted(
+    store: Store, placements: PlacementStore, state: State
+) -> None:
+    await placements.move(placement("r1", state))
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.shown_state == state, "no gateway is known to be present, so nothing is known of this one"
+    alive, dead = Limiter(store, gateway=GATEWAY), Limiter(store, gateway=OTHER)
+    await dead._write(renews=True)
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.state == state
+    assert found.shown_state == (state if state == State.FINISHED else "interrupted")
+    await alive._write(renews=True)
+    assert await placements.get("r1") == placement("r1", state)
+    await store.run(EXPIRE, (store.keys.gateways,), (GATEWAY,))
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.shown_state == (state if state == State.FINISHED else "interrupted")
+
+
+EXPIRE = Script("return redis.call('ZADD', KEYS[1], 1, ARGV[1])")
 
 
 def walk(life: list[str], *, began_unix_ns: int) -> list[Placement]:
