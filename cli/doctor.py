@@ -24,6 +24,7 @@ from cli.commands import CommandParser
 from cli.findings import Finding, Level, size_text
 from cli.gpus import visible_gpus
 from cli.preflight import MAX_CLOCK_OFFSET_S, PreflightSettings, available_bytes, preflight
+from services.cluster.advice import redis_remedy
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
@@ -235,9 +236,7 @@ def redis_server(address: str | None) -> Iterator[Finding]:
     try:
         facts = probe(address)
     except (ConfigError, StoreUnavailable) as error:
-        yield Finding(
-            Level.BAD, "redis", error.message, "running requests continue without it, but no worker can join: start it"
-        )
+        yield Finding(Level.BAD, "redis", error.message, redis_remedy(error.message))
         return
     yield from judge_redis(facts)
 

@@ -480,11 +480,15 @@ class Gateway:
     async def _follow_workers(self) -> None:
         watch = cast(
             AsyncGenerator[Membership, None],
-            watch_workers(self._store, secrets=self._secrets, on_renewals=self.topology.take_renewals),
+            watch_workers(
+                self._store,
+                secrets=self._secrets,
+                suspects=self.topology.quiet_workers,
+                on_renewals=self.topology.take_renewals,
+            ),
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
-                self._trouble_watch.note_redis(is_away=membership.is_stale)
                 if not membership.is_stale:  # A restarted watch does not know the workers before Redis answers.
                     self._registered = membership.workers
                 self.topology.take_membership(self._registered, is_stale=membership.is_stale)

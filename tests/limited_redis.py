@@ -1,14 +1,26 @@
-"""A Redis whose user has only the rights that the guide gives it; what was refused to it is known at the end."""
+"""A Redis whose user has only the rights that the guide gives it; what was refused to it is known at the end.
 
+With TANDEM_TEST_REDIS, tests run another server than the embedded one, for example the oldest that the guide allows.
+"""
+
+import os
 import re
+import shutil
 from pathlib import Path
 
 import redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
 
+OTHER_SERVER = "TANDEM_TEST_REDIS"
+"""Variable: path of a redis-server or valkey-server."""
 GUIDE = Path(__file__).parents[1] / "docs" / "several-machines.md"
 USER, PASSWORD = "tandem", "sesame"
+
+
+def other_server() -> str | None:
+    """Returns the redis-server that TANDEM_TEST_REDIS names or that is installed. None without one."""
+    return os.environ.get(OTHER_SERVER) or shutil.which("redis-server")
 
 
 def documented_rules() -> list[str]:

@@ -72,6 +72,7 @@ TESTED_BY = {
     "gateway/requests/placing.py": "gateway/test_wishes.py",
     "gateway/stored/service.py": "gateway/stored/test_keeping.py",
     "services/cluster/answer_scripts.py": "services/cluster/test_answers.py",
+    "services/cluster/wakeups.py": "services/cluster/test_registry.py",
     "gateway/topology/views.py": "gateway/topology/test_members.py",
     "gateway/types.py": "gateway/openai/test_requests.py",
     "decode_worker/config.py": "cli/test_children.py",

@@ -78,7 +78,7 @@ class HealthPages:
         limit = memory_limit()
         facts = HealthFacts(
             is_ready=self.is_ready(),
-            is_redis_available=self._store.is_available,
+            is_redis_available=self._store.is_up,
             troubles=self._troubles.all(),
             figures=self._figures(),
             gpus={one.record.id: one.gpu_facts for one in self._topology.members() if one.gpu_facts is not None},

@@ -146,8 +146,8 @@ class ClusterPage:
             "rebalancing": requests.rebalancer.state,
             "turns": requests.turns.state,
             "redis": {
-                "available": store.is_available,
-                "round_trip_s": round(store.round_trip.mean_s, 6),
+                "available": store.is_up,
+                "round_trip_s": round(store.round_trip.waited_s, 6),
                 "last_failure": store.last_failure,
             },
             "expected": topology.presence.expected,

@@ -289,9 +289,9 @@ class Metrics:
         )
 
     def _make_store_figures(self) -> None:
-        self._redis_up = self._gauge("redis_up", "Whether Redis answered this gateway last.")
+        self._redis_up = self._gauge("redis_up", "Whether Redis answers this gateway: 0 after 3 s without an answer.")
         self._redis_round_trip_s = self._gauge(
-            "redis_round_trip_seconds", "Mean time of a call to Redis that was answered."
+            "redis_round_trip_seconds", "Mean time of a call to Redis, including calls that timed out."
         )
         self._storage = self._gauge(
             "redis_memory_bytes",
@@ -415,8 +415,8 @@ class Metrics:
 
     def watch_store(self, store: Store) -> None:
         """Reads it whenever the figures are asked for."""
-        self._redis_up.set_function(lambda: float(store.is_available))
-        self._redis_round_trip_s.set_function(lambda: store.round_trip.mean_s)
+        self._redis_up.set_function(lambda: float(store.is_up))
+        self._redis_round_trip_s.set_function(lambda: store.round_trip.waited_s)
 
     def watch_troubles(self, troubles: Troubles, presence: Presence) -> None:
         """Reads them whenever the figures are asked for."""

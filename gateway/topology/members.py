@@ -29,6 +29,9 @@ from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.pools import NO_POOLS, Audience, Pools
 
+QUIET_S = 1.0
+"""Workers speak at least this often. The lease of a worker that does not is looked up, once a second."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +78,7 @@ class Topology:
         self.stale_since_s: float | None = None
         """Since when it is unknown which workers are registered, on the event loop's clock."""
         self._renewed_at_s: dict[str, float] = {}
-        """When each worker's lease was renewed, by its id, as far as that is known, on the event loop's clock."""
+        """When the lease of each quiet worker was renewed, by its id, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._note_leaving: Callable[[str], None] = lambda worker_id: None
         self._note_handoff: Callable[[str, str, int | TransferFailed], None] = lambda prefill, decode, outcome: None
@@ -128,8 +131,15 @@ class Topology:
                     self._forget(role, worker_id)
         self._changed()
 
+    def quiet_workers(self) -> Iterator[str]:
+        """Yields the ids of connected workers that have not spoken for QUIET_S. Their leases tell whether they live."""
+        since_s = self.now_s() - QUIET_S
+        for member in self._all():
+            if member.session.is_up and not member.session.has_spoken_since(since_s):
+                yield member.record.id
+
     def take_renewals(self, ages_s: Mapping[str, float]) -> None:
-        """Takes how long ago each worker's lease was renewed, by its id, as of now."""
+        """Records how long ago the leases of quiet workers were renewed, by worker id, as of now."""
         self._renewed_at_s = {worker_id: self.now_s() - age_s for worker_id, age_s in ages_s.items()}
 
     def look_for_missing(self) -> None:

@@ -1,8 +1,8 @@
 """This gateway's own picture of which worker has which KV pages cached. No request waits for Redis here.
 
-Ten times a second one call brings what all workers have changed since the last one. A worker whose changes no longer
-continue its picture here is read as a whole, piece by piece, while the former picture still serves. A wrong answer
-costs the worker a recompute.
+Ten times a second one call asks which workers have changed since the last one; only those are read. A worker whose
+changes no longer continue its picture here is read as a whole, piece by piece, while the former picture still serves. A
+wrong answer costs the worker a recompute.
 
 One dictionary has, for each page key, a whole number with one bit for each worker that holds it, so a prompt is looked
 up once and not once for each worker. A worker that is read anew or has gone gives its bit back: the bit no longer
@@ -18,6 +18,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from services.cluster.change_log import LogReader
 from services.cluster.prefix_index import MAX_PAGES, IndexSlice, Position, PrefixIndex, Sighting
 from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
@@ -36,6 +37,8 @@ MAX_VIEW_PAGES = 2**22
 MAX_EXPECTED_PAGES = 2**16
 """The most expected pages; for further ones, those that would end first are dropped."""
 CHUNKS_PER_LOOK = 4
+WORKERS_PER_LOOK = 256
+"""Most workers whose changes are read in one call."""
 SWEEP_PAGES = 4096
 
 
@@ -69,6 +72,15 @@ class PrefixView:
         self._clock = clock
         self._pages = _Pages(self.stats)
         self._workers: dict[str, _Worker] = {}
+        self._log = LogReader()
+        self._changed: dict[str, None] = {}
+        """Workers whose changes are to be read, in the order in which they became known."""
+        self._unread: set[str] = set()
+        """Workers that publish and could not be read, or not yet. Each look asks for them again."""
+        self._reading: dict[str, _Worker] = {}
+        """Workers that are being read as a whole."""
+        self._missing: dict[str, float] = {}
+        """Since when Redis does not know a worker, by its id."""
         self._expected: list[tuple[float, int, _Worker, tuple[bytes, ...]]] = []
         self._num_expected = 0
         self._turn = itertools.count()
@@ -144,17 +156,37 @@ class PrefixView:
     async def refresh(self) -> bool:
         """Looks at Redis once, and reads a piece. Returns whether nothing is left over. Raises StoreUnavailable."""
         began_s = self._clock.monotonic()
-        known = {worker.worker_id: worker.followed for worker in self._workers.values() if worker.followed is not None}
-        sightings, is_all = await self._index.look(known)
-        for sighting in sightings:
-            self._take(sighting)
-        self._miss({sighting.worker_id for sighting in sightings})
+        changed, left = await self._index.changed(self._log)
+        self._changed.update(dict.fromkeys(changed))
+        for worker_id in changed:
+            self._missing.pop(worker_id, None)
+        self._missing.update(dict.fromkeys(left or (), began_s))
+        has_looked = await self._look()
+        self._forget_missing()
         for _ in range(CHUNKS_PER_LOOK):
             await self._read_chunk()
-        is_complete = is_all and all(worker.reading is None for worker in self._workers.values())
+        is_complete = left is not None and has_looked and not self._reading
         if is_complete:
             self._as_of_s = began_s
         return is_complete
+
+    async def _look(self) -> bool:
+        """Reads what the next workers have changed. Returns whether no change is left to be read."""
+        asked = list(
+            itertools.islice(itertools.chain(self._changed, self._unread - self._changed.keys()), WORKERS_PER_LOOK)
+        )
+        if not asked:
+            return True
+        workers = {worker_id: self._workers.get(worker_id) for worker_id in asked}
+        known = {worker_id: worker.followed if worker else None for worker_id, worker in workers.items()}
+        sightings, is_all = await self._index.look(known)
+        self._unread.difference_update(asked)
+        if is_all:
+            for worker_id in asked:
+                self._changed.pop(worker_id, None)
+        for sighting in sightings:
+            self._take(sighting)
+        return is_all and not self._changed
 
     async def _follow(self) -> None:
         while True:
@@ -169,7 +201,6 @@ class PrefixView:
         worker = self._workers.get(sighting.worker_id)
         if worker is None:
             worker = self._new_worker(sighting.worker_id)
-        worker.missing_since_s = None
         if worker.order != sighting.order:
             if worker.order:
                 # Another process: its pages are not those of the one before.
@@ -206,10 +237,13 @@ class PrefixView:
         worker.position = None
         if not is_filling and self._clock.monotonic() >= worker.read_at_s:
             worker.reading = _Reading(self._pages.take_bit())
+            self._reading[worker.worker_id] = worker
+        else:
+            self._unread.add(worker.worker_id)
 
     async def _read_chunk(self) -> None:
         """Reads a piece of the first worker that must be read."""
-        worker = next((worker for worker in self._workers.values() if worker.reading is not None), None)
+        worker = next(iter(self._reading.values()), None)
         if worker is None or worker.reading is None:
             return
         reading = worker.reading
@@ -219,12 +253,14 @@ class PrefixView:
         if chunk is None or not reading.goes_on_with(chunk):
             self._stop_reading(worker)
             worker.read_at_s = self._clock.monotonic() + REREAD_S
+            self._unread.add(worker.worker_id)
             return
         self._pages.add(chunk.keys, reading.bit)
         reading.num_pages += len(chunk.keys)
         reading.cursor = chunk.cursor
         if chunk.cursor == 0:
             worker.position, worker.reading = reading.position, None
+            del self._reading[worker.worker_id]
             self._replace_bit(worker, reading.bit)
             self.stats.num_reads += 1
 
@@ -232,6 +268,7 @@ class PrefixView:
         if worker.reading is not None:
             self._pages.retire(worker.reading.bit)
             worker.reading = None
+            self._reading.pop(worker.worker_id, None)
 
     def _replace_bit(self, worker: "_Worker", bit: int) -> None:
         for key in worker.expected:
@@ -241,17 +278,20 @@ class PrefixView:
         worker.bit = bit
         self._pages.show(bit, worker.worker_id)
 
-    def _miss(self, seen: set[str]) -> None:
+    def _forget_missing(self) -> None:
         """Forgets workers unknown to Redis for a while; not at once, since it may have lost data that they restore."""
         now_s = self._clock.monotonic()
-        for worker in [worker for worker in self._workers.values() if worker.order and worker.worker_id not in seen]:
-            if worker.missing_since_s is None:
-                worker.missing_since_s = now_s
-            elif now_s - worker.missing_since_s >= self._grace_s:
+        for worker_id, since_s in list(self._missing.items()):
+            if now_s - since_s < self._grace_s:
+                continue
+            del self._missing[worker_id]
+            self._unread.discard(worker_id)
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.order:
                 self._unexpect(worker)
                 self._stop_reading(worker)
                 self._pages.retire(worker.bit)
-                del self._workers[worker.worker_id]
+                del self._workers[worker_id]
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic()
@@ -305,7 +345,6 @@ class _Worker:
     """The position up to which its pages are here; None: they are out of date."""
     reading: _Reading | None = None
     read_at_s: float = -math.inf
-    missing_since_s: float | None = None
     expected: dict[bytes, float] = field(default_factory=dict)
     """When each expectation ends, by key."""
 

@@ -14,6 +14,7 @@ from gateway.topology.members import Topology
 from gateway.topology.presence import Gone, Shortage
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
+from services.cluster.advice import redis_remedy
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
@@ -159,19 +160,11 @@ class TroubleWatch:
             troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
-        slow = {} if not self._store.is_available else slow_redis(self._store.round_trip.mean_s)
+        is_up = self._store.is_up
+        troubles.settle("redis", {} if is_up else redis_away(self._store.last_failure))
+        slow = slow_redis(self._store.round_trip.waited_s) if is_up else {}
         troubles.settle("redis_slow", self._redis.of(slow, now_s))
-        for trouble in troubles.of("redis"):
-            self.note_redis(is_away=True, subject=trouble.subject)
         self._end_links(members, now_s)
-
-    def note_redis(self, *, is_away: bool, subject: str = "redis") -> None:
-        """Notes whether Redis, asked for the workers, has answered."""
-        if is_away:
-            cause = self._store.last_failure or "no cause is known"
-            self.troubles.begin("redis", subject, cause, redis_remedy(cause))
-        else:
-            self.troubles.end("redis", subject)
 
     def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
         """Notes how many bytes of pages went from one worker to another, or why they could not.
@@ -388,14 +381,9 @@ def slow_redis(round_trip_s: float) -> Mapping[str, Found]:
     return {"redis": Found(f"a call takes {1e3 * round_trip_s:.0f} ms on average", SLOW_REDIS_REMEDY)}
 
 
-def redis_remedy(cause: str) -> str:
-    """Returns what to do about a Redis that does not answer, by its last failure."""
-    lowered = cause.lower()
-    if any(word in lowered for word in ("password", "noauth", "wrongpass", "authenticat", "noperm")):
-        return "give the gateway the password of this Redis in --redis (TANDEM_REDIS)"
-    if "refused" in lowered:
-        return "start Redis, or give the gateway its right address in --redis (TANDEM_REDIS)"
-    return "look at Redis, its machine and the network to it; requests that run continue"
+def redis_away(cause: str) -> Mapping[str, Found]:
+    """Returns a Redis that does not answer; `cause` is its last failure."""
+    return {"redis": Found(cause or "no cause is known", redis_remedy(cause))}
 
 
 def _link(prefill_id: str, decode_id: str) -> str:

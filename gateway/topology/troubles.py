@@ -48,7 +48,7 @@ _SAID: Mapping[Kind, tuple[str, str]] = {
     "log": ("log lines are lost", "log can be written again"),
     "missing": ("there are fewer workers than expected", "there are as many workers as expected"),
     "quarantine": ("requests are in quarantine", "no request is in quarantine any longer"),
-    "redis": ("Redis does not answer; no worker can join", "Redis answers again"),
+    "redis": ("Redis does not answer or denies commands; no worker can join", "Redis answers again"),
     "redis_slow": ("Redis is far away or slow", "Redis is fast again"),
     "storage": ("the memory of Redis needs care", "the memory of Redis is in order again"),
     "unreachable": ("a worker cannot be reached", "a worker can be reached again or has left"),

@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 
-from services.cluster.redis_url import Sentinels, sentinels_of
+from services.cluster.redis_url import CLIENT_OPTIONS, Sentinels, sentinels_of
 from services.runtime.clock import Deadline
 
 MAX_CONNECTIONS = 8
@@ -25,13 +25,25 @@ MAX_ROUND_TRIP_S = 1.0
 """Longest round trip that is counted; a longer one is of a Redis that stood still, not of one that is far."""
 
 
+AWAY_AFTER_S = 3.0
+"""Redis counts as unavailable after calls have failed for this long without an answer in between."""
+BACK_AFTER_S = 2.0
+"""Redis counts as available again after calls have been answered for this long."""
+
+
 class RoundTrip:
     """The smoothed time of a round trip and its variation, as TCP's (RFC 6298)."""
 
     def __init__(self) -> None:
         self.mean_s = 0.0
-        """Mean round trip; 0 until one was measured."""
+        """Mean round trip of calls that were answered. 0 until one was measured."""
+        self.waited_s = 0.0
+        """Mean time that calls waited, including calls that timed out."""
         self._variation_s = 0.0
+
+    def observe_wait(self, seconds: float) -> None:
+        """Records how long a call waited, whether it was answered or timed out."""
+        self.waited_s += (seconds - self.waited_s) / 8 if self.waited_s else seconds
 
     def observe(self, seconds: float) -> None:
         """Takes one measurement."""
@@ -46,6 +58,35 @@ class RoundTrip:
     def limit_s(self) -> float:
         """Nearly all round trips are shorter than this, in seconds."""
         return self.mean_s + 4 * self._variation_s
+
+
+class Availability:
+    """Whether Redis answers, without flapping if only some calls time out. Time is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._failing_since_s: float | None = None
+        """Time of the first failure after the last answer. None if the last call was answered."""
+        self._answering_since_s: float | None = None
+        """Time of the first answer after an outage. None if there is no outage to recover from."""
+        self._is_away = False
+
+    def note(self, now_s: float, *, has_answered: bool) -> None:
+        """Records the outcome of a call."""
+        is_up = self.is_up(now_s)
+        if not has_answered:
+            self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
+            return
+        self._failing_since_s = None
+        if not is_up and self._answering_since_s is None:
+            self._answering_since_s = now_s
+
+    def is_up(self, now_s: float) -> bool:
+        """Returns whether Redis counts as available."""
+        if self._failing_since_s is not None and now_s - self._failing_since_s >= AWAY_AFTER_S:
+            self._is_away, self._answering_since_s = True, None
+        elif self._answering_since_s is not None and now_s - self._answering_since_s >= BACK_AFTER_S:
+            self._is_away, self._answering_since_s = False, None
+        return not self._is_away
 
 
 class Connections(BlockingConnectionPool):
@@ -66,8 +107,7 @@ class Connections(BlockingConnectionPool):
             "timeout": wait_s,
             "socket_timeout": CONNECT_TIMEOUT_S,
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
-            "retry": None,
-            "retry_on_error": [],
+            **CLIENT_OPTIONS,
         }
         sentinels = sentinels_of(url)
         if sentinels is None:
@@ -119,7 +159,7 @@ class _Primary:
     check_connection = False
 
     def __init__(self, sentinels: Sentinels) -> None:
-        limits = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, "retry": None}
+        limits = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, **CLIENT_OPTIONS}
         asked = {"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
         self._sentinel = Sentinel(sentinels.addresses, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
         self._service = sentinels.service

@@ -9,11 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import redis
 from redis.exceptions import RedisError
 
+from services.cluster.redis_url import CLIENT_OPTIONS
 from services.runtime.errors import ConfigError, StoreUnavailable
 
 START_TIMEOUT_S = 10.0
@@ -135,7 +136,8 @@ class EmbeddedRedis:
 
     def _await_answer(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        with redis.Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None) as client:
+        limits: dict[str, Any] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, **CLIENT_OPTIONS}
+        with redis.Redis.from_url(self.url, **limits) as client:
             while True:
                 if not self.is_running():
                     raise StoreUnavailable(f"the embedded Redis ended at its start: {self._last_log_line()}")

@@ -28,9 +28,19 @@ class Keys:
         return f"tandem:{{{self.cluster}}}:"
 
     @property
-    def workers(self) -> str:
-        """Set of worker ids that may have a record. Without TTL; ids without a record are taken out by readers."""
-        return self.prefix + "workers"
+    def workers(self) -> tuple[str, str, str]:
+        """Change log of the workers' records; see `_log`."""
+        return self._log("workers")
+
+    def _log(self, name: str) -> tuple[str, str, str]:
+        """Three sorted sets of worker ids without TTL (see `change_log`).
+
+        leases   the score is when the worker's lease ends, in unix ms by the clock of Redis
+        changes  the same ids; the score is the number of the worker's last change
+        gone     the last 1024 ids that left; the score is the number of that change
+        """
+        start = f"{self.prefix}{name}."
+        return start + "leases", start + "changes", start + "gone"
 
     @property
     def workers_changed(self) -> str:
@@ -52,6 +62,7 @@ class Keys:
 
         order   20 digits of its start (unix ns), ':', its incarnation; the greater one is the newer life
         state   starting, ready or draining
+        version digest of the record without its counts; another one is a change
         record  WorkerRecord as JSON, at most 16 KiB
         proof   HMAC-SHA256 of the record with each secret of its worker, in hexadecimal
         """
@@ -72,9 +83,9 @@ class Keys:
         return self.prefix + "quarantine"
 
     @property
-    def pages(self) -> str:
-        """Set of worker ids that may have published pages. Without TTL; ids without a head are taken out by readers."""
-        return self.prefix + "pages"
+    def pages(self) -> tuple[str, str, str]:
+        """Change log of the workers that have published pages; see `_log`."""
+        return self._log("pages")
 
     @property
     def pages_prefix(self) -> str:

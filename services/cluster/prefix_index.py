@@ -23,10 +23,12 @@ from itertools import islice
 
 from redis.exceptions import RedisError
 
+from services.cluster.change_log import LOOK, LogReader
+from services.cluster.change_log import MAX_CHANGES as MAX_WORKERS
 from services.cluster.keys import Keys
-from services.cluster.prefix_scripts import CHANGE, DELETE, FILL, LONGEST, LOOK, READ
+from services.cluster.prefix_scripts import CHANGE, DELETE, FILL, FOLLOW, LONGEST, READ
 from services.cluster.redis_store import Script, Store, run_script, thread_client
-from services.cluster.registry import MAX_WORKERS, WORKER_ID_PATTERN, WorkerRecord
+from services.cluster.registry import WORKER_ID_PATTERN, WorkerRecord
 
 KEY_BYTES = 16
 PAGES_TTL_S = 5.0
@@ -117,7 +119,7 @@ class PrefixPublisher:
         flush_interval_s: float = FLUSH_INTERVAL_S,
     ) -> None:
         keys = Keys(cluster)
-        self._keys = (keys.pages_head(record.id), keys.page_keys(record.id), keys.pages)
+        self._keys = (keys.pages_head(record.id), keys.page_keys(record.id), *keys.pages)
         self._worker_id = record.id
         self._order = record.order
         self._ttl_ms = round(ttl_s * 1000)
@@ -328,10 +330,9 @@ class PrefixIndex:
         """
         if not keys:
             return {}
-        args: list[str | bytes | int] = [self._store.keys.pages_prefix, MAX_WORKERS, *keys[:MAX_LONGEST_KEYS]]
-        num_rejected, *found = await self._store.run(
-            LONGEST, (self._store.keys.pages, self._store.keys.pages_asked), args
-        )
+        args: list[str | bytes | int] = [self._store.keys.pages_prefix, *keys[:MAX_LONGEST_KEYS]]
+        _, changes, _ = self._store.keys.pages
+        num_rejected, *found = await self._store.run(LONGEST, (changes, self._store.keys.pages_asked), args)
         self._store.stats.num_rejected_values += num_rejected
         longest = {}
         for raw, num_pages in zip(found[::2], found[1::2], strict=True):
@@ -340,13 +341,26 @@ class PrefixIndex:
                 longest[worker_id] = num_pages
         return longest
 
-    async def look(self, known: Mapping[str, Position]) -> tuple[list[Sighting], bool]:
-        """What has changed since the known positions, per worker that has published. False: more is to come."""
-        args: list[str | bytes | int] = [self._store.keys.pages_prefix, MAX_WORKERS, MAX_CHANGES]
+    async def changed(self, log: LogReader) -> tuple[list[str], frozenset[str] | None]:
+        """Returns the next workers that have published something since `log`'s position, and those that left.
+
+        The second is None if more is to be read.
+        """
+        answer = await self._store.run(LOOK, self._store.keys.pages, (log.number, MAX_WORKERS))
+        left = log.read(answer)
+        changed = [worker_id for worker_id in map(self._worker_id, answer[4]) if worker_id is not None]
+        return changed, None if left is None else frozenset(raw.decode(errors="replace") for raw in left)
+
+    async def look(self, known: Mapping[str, Position | None]) -> tuple[list[Sighting], bool]:
+        """Returns the changes of some workers since these positions, and whether no changes were left out.
+
+        A worker that has not published, or whose keys are not sound, is missing in the answer.
+        """
+        args: list[str | bytes | int] = [self._store.keys.pages_prefix, MAX_CHANGES]
         args += [_MAX_CHANGE_BYTES, MAX_ANSWER_BYTES, MAX_PAGES]
         for worker_id, position in known.items():
-            args += [worker_id, position.order, position.seq]
-        num_rejected, is_all, *found = await self._store.run(LOOK, (self._store.keys.pages,), args)
+            args += [worker_id, "", ""] if position is None else [worker_id, position.order, position.seq]
+        num_rejected, is_all, *found = await self._store.run(FOLLOW, self._store.keys.pages, args)
         self._store.stats.num_rejected_values += num_rejected
         sightings = [self._sighting(*entry) for entry in found]
         return [sighting for sighting in sightings if sighting is not None], bool(is_all)

@@ -1,11 +1,14 @@
 """What Redis does for the prefix index: its Lua scripts. `prefix_index` says what they are for."""
 
+from services.cluster.change_log import LOG
 from services.cluster.redis_store import Script
 
-# KEYS of the writers: head, set of keys, index. ARGV begins with: order, TTL in ms, id. They answer 1, or 0 if a newer
-# life has published, or 2 if Redis does not hold what the publisher believes, so that it has to fill it again. As with
-# the lease, a head that cannot be right protects nothing.
-_WRITING = """
+# KEYS of the writers: head, set of keys, the change log. ARGV begins with: order, TTL in ms, id. They answer 1, or 0 if
+# a newer life has published, or 2 if Redis does not hold what the publisher believes, so that it has to fill it again.
+# As with the lease, a head that cannot be right protects nothing.
+_WRITING = (
+    LOG
+    + """
 local function is_newer_there()
   local order = redis.pcall('HGET', KEYS[1], 'order')
   if type(order) ~= 'string' or #order ~= 53 or not string.find(order, '^%d+:%x+$') then return false end
@@ -17,14 +20,15 @@ local function split(blob, from, to)
   for at = from, to, 16 do keys[#keys + 1] = string.sub(blob, at, at + 15) end
   return keys
 end
-local function keep()
-  local kind = redis.call('TYPE', KEYS[3]).ok
-  if kind ~= 'set' and kind ~= 'none' then redis.call('DEL', KEYS[3]) end
-  redis.call('SADD', KEYS[3], ARGV[3])
+local function keep(has_changed)
+  local log = open_log(3)
+  renew_lease(log, ARGV[3], ARGV[2])
+  if has_changed or not redis.call('ZSCORE', log.changes, ARGV[3]) then note_change(log, ARGV[3]) end
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   redis.call('PEXPIRE', KEYS[2], ARGV[2])
 end
 """
+)
 
 # ARGV further: number of the publication, keys in the set after this, is first, is last, keys.
 FILL = Script(
@@ -46,7 +50,7 @@ if ARGV[7] == '1' then
   redis.call('HDEL', KEYS[1], 'filling')
   redis.call('HSET', KEYS[1], 'base', ARGV[4], 'seq', ARGV[4])
 end
-keep()
+keep(ARGV[6] == '1' or ARGV[7] == '1')
 return 1
 """
 )
@@ -73,18 +77,21 @@ elseif fields[2] ~= ARGV[5] then
   return 2
 end
 if redis.call('SCARD', KEYS[2]) ~= tonumber(ARGV[6]) then return 2 end
-keep()
+keep(ARGV[4] ~= ARGV[5])
 return 1
 """
 )
 
 # KEYS: those of the writers. ARGV: order, id.
-DELETE = Script("""
+DELETE = Script(
+    LOG
+    + """
 if redis.pcall('HGET', KEYS[1], 'order') ~= ARGV[1] then return 0 end
 redis.call('UNLINK', KEYS[1], KEYS[2])
-if redis.call('TYPE', KEYS[3]).ok == 'set' then redis.call('SREM', KEYS[3], ARGV[2]) end
+leave(open_log(3), ARGV[2])
 return 1
-""")
+"""
+)
 
 # Whether fields of a head are sound.
 _READING = """
@@ -92,24 +99,16 @@ local function is_order(text) return text and #text == 53 and string.find(text, 
 local function is_number(text) return text and #text <= 15 and string.find(text, '^%d+$') end
 """
 
-# KEYS: index. ARGV: start of heads, most workers, most changes, most bytes of a change, most bytes of all of them, most
-# keys of a worker; then per known worker: id, order, number. Answers how many values were rejected, whether this is
-# all, and per worker: id, order, then '' if it is filling its set; base, '' if the changes do not lead there; base,
-# number and changes.
-LOOK = Script(
+# KEYS: the change log. ARGV: start of heads, most changes, most bytes of a change, most bytes of all of them, most keys
+# of a worker; then per worker: id, and the order and number of the reader's position, or ''. Answers how many values
+# were rejected, whether this is all, and per worker that has published: id, order, then '' if it is filling its set;
+# base, '' if the changes do not lead there; base, number and changes.
+FOLLOW = Script(
     _READING
     + """
-local kind = redis.call('TYPE', KEYS[1]).ok
-if kind == 'none' then return {0, 1} end
-if kind ~= 'set' or redis.call('SCARD', KEYS[1]) > tonumber(ARGV[2]) then
-  redis.call('DEL', KEYS[1])
-  return {1, 1}
-end
-local known = {}
-for at = 7, #ARGV, 3 do known[ARGV[at]] = {ARGV[at + 1], ARGV[at + 2]} end
-local max_changes, max_bytes, left = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local max_changes, max_bytes, left = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local rejected, answer = 0, {0, 1}
-local function look(id)
+local function look(id, known_order, known_number)
   local head = ARGV[1] .. id
   local fields = redis.pcall('HMGET', head, 'order', 'base', 'seq', 'filling')
   if fields.err then return nil end
@@ -118,10 +117,9 @@ local function look(id)
   if filling then return {id, order, '', ''} end
   if not is_number(base) or not is_number(seq) then return nil end
   local num_keys = redis.pcall('SCARD', head .. ':keys')
-  if type(num_keys) ~= 'number' or num_keys > tonumber(ARGV[6]) then return nil end
-  local position = known[id]
-  if not position or position[1] ~= order then return {id, order, base, ''} end
-  local from, to = tonumber(position[2]), tonumber(seq)
+  if type(num_keys) ~= 'number' or num_keys > tonumber(ARGV[5]) then return nil end
+  if known_order ~= order then return {id, order, base, ''} end
+  local from, to = tonumber(known_number), tonumber(seq)
   if from > to or to - from > max_changes then return {id, order, base, ''} end
   local entry = {id, order, base, seq}
   for number = from + 1, to do
@@ -137,14 +135,9 @@ local function look(id)
   end
   return entry
 end
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  if #id > 64 then
-    rejected = rejected + 1
-    redis.call('SREM', KEYS[1], id)
-  elseif redis.call('EXISTS', ARGV[1] .. id) == 0 then
-    redis.call('SREM', KEYS[1], id)
-  else
-    local entry = look(id)
+for at = 6, #ARGV, 3 do
+  if redis.call('EXISTS', ARGV[1] .. ARGV[at]) == 1 then
+    local entry = look(ARGV[at], ARGV[at + 1], ARGV[at + 2])
     if entry then answer[#answer + 1] = entry else rejected = rejected + 1 end
   end
 end
@@ -172,14 +165,14 @@ return {fields[1], fields[2], fields[3], found[1], rejected, table.concat(keys)}
 """
 )
 
-# KEYS: index, a name for sets that live as long as the script. ARGV: start of heads, most workers, then keys. Answers
+# KEYS: changes of the log, a name for sets that live as long as the script. ARGV: start of heads, then keys. Answers
 # how many values were rejected, then id and number of pages of each worker that has any. 64 keys at once are counted
 # with SINTERCARD, which needs no answer for each key and is ten times as fast; where one of them is missing, or the
 # server is too old or too full for such sets, it is looked for.
 LONGEST = Script("""
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind == 'none' then return {0} end
-if kind ~= 'set' or redis.call('SCARD', KEYS[1]) > tonumber(ARGV[2]) then return {1} end
+if kind ~= 'zset' then return {1} end
 local blocks = {}
 local function holds_all(set, from, to)
   local block = blocks[from]
@@ -192,10 +185,10 @@ local function holds_all(set, from, to)
   return redis.pcall('SINTERCARD', 2, block, set) == to - from + 1
 end
 local answer, rejected = {0}, 0
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local set, at, is_running = ARGV[1] .. id .. ':keys', 3, #id <= 64
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local set, at, is_running = ARGV[1] .. id .. ':keys', 2, #id <= 64
   if is_running then
-    local is_first = redis.pcall('SISMEMBER', set, ARGV[3])
+    local is_first = redis.pcall('SISMEMBER', set, ARGV[2])
     is_running = is_first == 1
     if type(is_first) ~= 'number' then rejected = rejected + 1 end
   end
@@ -213,9 +206,9 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
       end
     end
   end
-  if at > 3 then
+  if at > 2 then
     answer[#answer + 1] = id
-    answer[#answer + 1] = at - 3
+    answer[#answer + 1] = at - 2
   end
 end
 for _, block in pairs(blocks) do redis.call('DEL', block) end

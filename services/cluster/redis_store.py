@@ -8,6 +8,7 @@ trip, and connecting, which takes several, has a limit of its own (`connections`
 import asyncio
 import contextlib
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from services.cluster.connections import Connections, RoundTrip, end_task
+from services.cluster.advice import is_permission_denied
+from services.cluster.connections import Availability, Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
-from services.cluster.redis_url import check_url, sentinels_of
+from services.cluster.redis_url import CLIENT_OPTIONS, check_url, sentinels_of
 from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreRefused, StoreUnavailable
@@ -38,6 +40,8 @@ from services.runtime.errors import StoreRefused, StoreUnavailable
 TIMEOUT_S = 0.1
 """Time for an answer, on top of what the round trip takes."""
 BREAKER_OPEN_S = 1.0
+DENIED_FOR_S = 5.0
+"""Time for which a denied command makes Redis count as unavailable. Gateways repeat each command more often."""
 PATIENT_TIMEOUT_S = 1.0
 """Time-out of subscriptions, and of calls without whose answer nothing can continue."""
 THREAD_TIMEOUT_S = 0.5
@@ -85,6 +89,8 @@ class Store:
         self.last_failure = ""
         """Why the last call that failed did so."""
         self.round_trip = RoundTrip()
+        self._availability = Availability()
+        self._denied_at_s = -math.inf
         self._timeout_s = timeout_s
         self._clock = clock
         self._breaker = Breaker(max_errors=1, first_open_s=breaker_open_s, max_open_s=breaker_open_s)
@@ -99,6 +105,15 @@ class Store:
     def is_available(self) -> bool:
         """Whether Redis has replied to the last call."""
         return not self._breaker.is_open
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Redis counts as available, for views. Single time-outs of a slow Redis do not change it.
+
+        A Redis that denies a command counts as unavailable, because no worker can join.
+        """
+        now_s = self._clock.monotonic()
+        return self._availability.is_up(now_s) and now_s - self._denied_at_s >= DENIED_FOR_S
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         """Runs a script and returns its answer, with bytes for texts. Raises StoreUnavailable."""
@@ -164,8 +179,13 @@ class Store:
     async def _wait(self, call: asyncio.Task[Any], timeout_s: float) -> None:
         began_s = self._clock.monotonic()
         await asyncio.wait((call,), timeout=timeout_s + self.round_trip.limit_s)
-        if _has_succeeded(call):
-            self.round_trip.observe(self._clock.monotonic() - began_s)
+        now_s = self._clock.monotonic()
+        has_answered = _has_succeeded(call)
+        if has_answered:
+            self.round_trip.observe(now_s - began_s)
+        if has_answered or not call.done():
+            self.round_trip.observe_wait(now_s - began_s)
+        self._availability.note(now_s, has_answered=has_answered)
 
     def _leave(self, call: asyncio.Task[Any]) -> None:
         """Cancels a call that nobody waits for any longer, and keeps it until it has ended."""
@@ -195,6 +215,8 @@ class Store:
         self.stats.num_failed_calls += 1
         error = _unavailable(call)
         self.last_failure = str(error.__cause__ or error)
+        if is_permission_denied(self.last_failure):
+            self._denied_at_s = self._clock.monotonic()
         raise error
 
 
@@ -215,7 +237,7 @@ def thread_client(url: str) -> "redis.Redis":
     """A connection for one thread, which sees every error itself. Raises ConfigError for a URL of another kind."""
     check_url(url)
     limits: dict[str, Any] = {"socket_timeout": THREAD_TIMEOUT_S, "socket_connect_timeout": THREAD_TIMEOUT_S}
-    limits |= {"retry": None, "retry_on_error": []}
+    limits |= CLIENT_OPTIONS
     sentinels = sentinels_of(url)
     if sentinels is None:
         return redis.Redis.from_url(url, **limits)

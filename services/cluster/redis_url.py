@@ -10,12 +10,14 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import parse_url
 
-from services.runtime.addresses import split_host_port
+from services.runtime.addresses import RAW_DELIMITER_RULE, has_raw_delimiter, split_host_port
 from services.runtime.config import shown
 from services.runtime.errors import ConfigError
 
 SENTINEL_PORT = 26379
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+CLIENT_OPTIONS: Mapping[str, Any] = {"retry": None, "retry_on_error": [], "driver_info": None}
+"""Options of every connection: no retries, and no CLIENT SETINFO, which Redis 7.0 does not know."""
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
@@ -34,6 +36,8 @@ class Sentinels:
 
 def check_url(url: str) -> str:
     """The URL itself, if it is one by which Redis can be reached. Raises ConfigError, without the password."""
+    if has_raw_delimiter(url):
+        raise ConfigError(f"the Redis URL is {shown(url)} but {RAW_DELIMITER_RULE}")
     try:
         sentinels = sentinels_of(url)
         arguments = dict(parse_url(url) if sentinels is None else sentinels.server)

@@ -5,27 +5,27 @@ one's renewals are refused and its release deletes nothing. A process whose cloc
 of its predecessor has expired.
 """
 
-import asyncio
 import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
-from services.cluster.connections import end_task
+from services.cluster.advice import redis_remedy
+from services.cluster.change_log import MAX_CHANGES, LogReader
 from services.cluster.keys import Keys
 from services.cluster.redis_store import Store, run_script, thread_client
 from services.cluster.registry_scripts import LIST, RELEASE, RENEW
 from services.cluster.secret import share, share_through
-from services.runtime.background_tasks import supervise
+from services.cluster.wakeups import Wakeups
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import redacted
@@ -38,13 +38,17 @@ from services.runtime.worker_state import SAID_BY_WORKERS, UNLISTED, WorkerState
 LEASE_TTL_S = 3.0
 LEASE_BEAT_S = 1.0
 WATCH_POLL_S = 1.0
-MIN_POLL_INTERVAL_S = 0.02
 MAX_RECORD_BYTES = 16 * 1024
 MAX_PROOF_BYTES = 1024
 MAX_NOTED = 256
 """Records that are not believed are named in the log, each life of a worker once, but no more than this."""
 MAX_CHANNELS = 64
-MAX_WORKERS = 4096
+MAX_WORKERS = 16_384
+"""Most workers of a cluster. The registration of a further one is refused."""
+MAX_SUSPECTS = 1024
+"""Most workers of whose leases one look asks."""
+COUNTS = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_used", "running", "waiting")
+"""Fields whose change is not a change of the record. Gateways learn them from the worker's session."""
 
 WORKER_ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 GROUP_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$"
@@ -188,6 +192,9 @@ class WorkerLease:
         self._renewed_at_s: float | None = None
         self._confirmed_state: WorkerState | None = None
         self._has_told = False
+        self._refused_at = 0
+        self._versioned: tuple[WorkerRecord, tuple[bytes, ...]] | None = None
+        self._version = b""
         self._thread = threading.Thread(target=self._keep, name=f"lease-{record.id}", daemon=True)
 
     @property
@@ -242,29 +249,58 @@ class WorkerLease:
         except (RedisError, OSError) as error:
             if self._confirmed_state is None and not self._has_told:
                 self._has_told = True
-                logger.warning(UNLISTED, extra={"error": redacted(str(error)) or type(error).__name__})
+                why = redacted(str(error)) or type(error).__name__
+                logger.warning(UNLISTED, extra={"error": why, "remedy": redis_remedy(why)})
             self._client.connection_pool.disconnect()
             logger.debug("the lease could not be renewed", extra={"error": type(error).__name__})
 
     def _renew(self) -> None:
-        record, proof = self._record, b""
-        raw = msgspec.json.encode(record)
+        record = self._record
+        held: tuple[bytes, ...] = ()
+        raw, proof = msgspec.json.encode(record), b""
         if self._secrets is not None:
             share(self._client, self._keys, self._secrets)
-            proof = sign_record(self._secrets(), self._keys.cluster, raw)
-        args = (record.order, raw, self._ttl_ms, record.id, record.state, proof)
-        keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
-        if run_script(self._client, RENEW, keys, args) == 1:
+            held = self._secrets()
+            proof = sign_record(held, self._keys.cluster, raw)
+        args = (record.order, raw, self._ttl_ms, record.id, record.state, proof, self._version_of(record, held))
+        keys = (self._keys.worker(record.id), self._keys.workers_changed, *self._keys.workers)
+        answer = run_script(self._client, RENEW, keys, (*args, MAX_WORKERS))
+        if answer < 0:
+            self._note_refusal(-answer)
+        elif answer:
             self._renewed_at_s = time.monotonic()
-            self._confirmed_state = record.state
-            return
-        self._is_lost = True
-        if self._on_lost is not None:
-            self._on_lost(LeaseLost(f"a newer process serves as {record.id}"))
+            self._confirmed_state, self._refused_at = record.state, 0
+        else:
+            self._is_lost = True
+            if self._on_lost is not None:
+                self._on_lost(LeaseLost(f"a newer process serves as {record.id}"))
+
+    def _version_of(self, record: WorkerRecord, held: tuple[bytes, ...]) -> bytes:
+        """Returns a digest of the record without its counts, and of the secrets that sign it."""
+        lasting = msgspec.structs.replace(record, **dict.fromkeys(COUNTS, 0))
+        if self._versioned != (lasting, held):
+            raw = msgspec.json.encode(lasting)
+            signed = sign_record(held, self._keys.cluster, raw) if held else b""
+            self._versioned, self._version = (lasting, held), blake2b(raw + signed, digest_size=16).hexdigest().encode()
+        return self._version
+
+    def _note_refusal(self, num_workers: int) -> None:
+        if not self._refused_at:
+            logger.error(
+                "worker not registered: the cluster has too many workers",
+                extra={
+                    "worker": self._record.id,
+                    "workers": num_workers,
+                    "limit": MAX_WORKERS,
+                    "remedy": "stop workers that are not needed, or give some workers and gateways another --cluster; "
+                    "the registration is tried again every second",
+                },
+            )
+        self._refused_at = num_workers
 
     def _delete(self) -> None:
         record = self._record
-        keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
+        keys = (self._keys.worker(record.id), self._keys.workers_changed, *self._keys.workers)
         run_script(self._client, RELEASE, keys, (record.order, record.id))
 
 
@@ -274,68 +310,113 @@ async def watch_workers(
     secrets: Secrets | None = None,
     poll_s: float = WATCH_POLL_S,
     clock: Clock = SYSTEM_CLOCK,
+    suspects: Callable[[], Iterable[str]] = lambda: (),
     on_renewals: Callable[[Mapping[str, float]], None] = lambda ages_s: None,
 ) -> AsyncIterator[Membership]:
     """Yields the membership now, and again after each change of a record or of `is_stale`.
 
-    `on_renewals` is called after each look at Redis with the seconds since each worker's lease was renewed, by its id.
-    While Redis is away the last view stays. After it has lost its memory, workers that were known have LEASE_TTL_S
-    to come back before they are taken out. With `secrets` only signed records are believed. Use it inside
-    `contextlib.aclosing`.
+    Changes of a record's counts alone are not reported. After each look at Redis, `on_renewals` receives the seconds
+    since the leases of the `suspects` were renewed, by worker id. While Redis is unavailable, the last view stays.
+    After Redis has lost its memory, known workers have LEASE_TTL_S to return before they are removed. With `secrets`,
+    only signed records are used. Use it inside `contextlib.aclosing`.
     """
     view = MembershipView()
-    doubts = _Doubts()
+    reader = RegistryReader(store, secrets, on_unsigned=_Doubts().note)
     last: Membership | None = None
-    async with contextlib.aclosing(_Wakeups(store)) as wakeups:
+    async with contextlib.aclosing(Wakeups(store)) as wakeups:
         while True:
+            is_complete = True
             try:
-                epoch, records, ages_s = await list_leases(store, secrets, on_unsigned=doubts.note)
-                view.observe(epoch, records, now_s=clock.monotonic())
-                on_renewals(ages_s)
+                is_complete = await reader.look(suspects)
+                on_renewals(reader.ages_s)
+                if is_complete:
+                    view.observe(reader.epoch, reader.records, now_s=clock.monotonic(), is_same=not reader.has_changed)
             except StoreUnavailable:
                 view.lose_sight()
-            if view.membership != last:
+            if is_complete and view.membership is not last and view.membership != last:
                 last = view.membership
                 yield last
-            await wakeups.wait(poll_s, is_store_available=store.is_available)
+            await wakeups.wait(poll_s if is_complete else 0.0, is_store_available=store.is_available)
 
 
 async def list_workers(
     store: Store, secrets: Secrets | None = None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
 ) -> tuple[str, dict[str, WorkerRecord]]:
-    """The epoch of Redis' memory and the records in it. What is not a record is left out and counted.
+    """Returns the epoch of Redis' memory and the records in it. Counts values that are not records, and skips them.
 
-    With `secrets`, a record that no holder of one of them has signed is left out too; `on_unsigned` is told of it.
+    With `secrets`, records that no holder of a secret has signed are skipped too, and passed to `on_unsigned`.
 
     Raises StoreUnavailable.
     """
-    epoch, records, _ = await list_leases(store, secrets, on_unsigned=on_unsigned)
-    return epoch, records
+    reader = RegistryReader(store, secrets, on_unsigned=on_unsigned)
+    while not await reader.look():
+        pass
+    return reader.epoch, dict(reader.records)
 
 
-async def list_leases(
-    store: Store, secrets: Secrets | None = None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
-) -> tuple[str, dict[str, WorkerRecord], dict[str, float]]:
-    """What `list_workers` returns, and each record's seconds since its lease was renewed. Raises StoreUnavailable."""
-    keys = store.keys
-    if secrets is not None:
-        await share_through(store, secrets)
-    held = () if secrets is None else secrets()
-    args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES, MAX_PROOF_BYTES)
-    epoch, num_rejected, *found = await store.run(LIST, (keys.workers, keys.epoch), args)
-    store.stats.num_rejected_values += num_rejected
-    records, ages_s = {}, {}
-    for worker_id, order, raw, left_ms, proof in zip(*(found[n::5] for n in range(5)), strict=True):
-        record = _decode(worker_id, order, raw)
-        if record is None:
-            store.stats.num_rejected_values += 1
-        elif secrets is not None and not is_signed(held, keys.cluster, raw, proof):
-            store.stats.num_rejected_values += 1
-            on_unsigned(record)
-        else:
-            records[record.id] = record
-            ages_s[record.id] = max(0.0, LEASE_TTL_S - left_ms / 1000)
-    return epoch.decode(), records, ages_s
+class RegistryReader:
+    """The records of all workers, as far as one reader has read them. A look without changes costs Redis O(log n)."""
+
+    def __init__(
+        self, store: Store, secrets: Secrets | None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
+    ) -> None:
+        self.epoch = ""
+        """Name of Redis' memory. A new one means that Redis has lost it."""
+        self.records: Mapping[str, WorkerRecord] = {}
+        """Records at the last complete look, by worker id."""
+        self.has_changed = False
+        """Whether the last complete look changed `records`."""
+        self.ages_s: Mapping[str, float] = {}
+        """Seconds since the leases of the suspects were renewed, by worker id."""
+        self._store = store
+        self._secrets = secrets
+        self._on_unsigned = on_unsigned
+        self._log = LogReader()
+        self._held: tuple[bytes, ...] = ()
+        self._reading: dict[str, WorkerRecord | None] = {}
+        """Records read since the last complete look. None: the record cannot be used."""
+
+    async def look(self, suspects: Callable[[], Iterable[str]] = lambda: ()) -> bool:
+        """Reads the next changes. Returns whether nothing is left to read. Raises StoreUnavailable."""
+        store, keys = self._store, self._store.keys
+        if self._secrets is not None:
+            await share_through(store, self._secrets)
+            if self._secrets() != self._held:  # records that could not be believed before may be genuine
+                self._held = self._secrets()
+                self._log.restart()
+        asked = tuple(islice(suspects(), MAX_SUSPECTS))
+        args = (new_incarnation(), keys.worker_prefix, self._log.number, MAX_CHANGES, MAX_RECORD_BYTES, MAX_PROOF_BYTES)
+        epoch, num_rejected, left_ms, log, *found = await store.run(LIST, (keys.epoch, *keys.workers), (*args, *asked))
+        store.stats.num_rejected_values += num_rejected
+        self.epoch = epoch.decode()
+        self.ages_s = {
+            worker_id: max(0.0, LEASE_TTL_S - int(ms) / 1000)
+            for worker_id, ms in zip(asked, left_ms, strict=True)
+            if ms
+        }
+        self._reading.update((worker_id.decode(errors="replace"), None) for worker_id in log[4])
+        self._reading.update((record.id, record) for record in self._believed(found))
+        gone = self._log.read(log)
+        if gone is None:
+            return False
+        self._reading.update((worker_id.decode(errors="replace"), None) for worker_id in gone)
+        self.has_changed = bool(self._reading)
+        if self._reading:
+            kept = {**self.records, **self._reading}
+            self.records, self._reading = {key: record for key, record in kept.items() if record is not None}, {}
+        return True
+
+    def _believed(self, found: Iterable[Sequence[bytes]]) -> Iterator[WorkerRecord]:
+        stats = self._store.stats
+        for worker_id, order, raw, proof in found:
+            record = _decode(worker_id, order, raw)
+            if record is None:
+                stats.num_rejected_values += 1
+            elif self._secrets is not None and not is_signed(self._held, self._store.keys.cluster, raw, proof):
+                stats.num_rejected_values += 1
+                self._on_unsigned(record)
+            else:
+                yield record
 
 
 class _Doubts:
@@ -366,15 +447,25 @@ class MembershipView:
         self._awaited: dict[str, WorkerRecord] = {}
         self._awaited_until_s = 0.0
         self._is_stale = True
+        self._membership: Membership | None = None
 
     @property
     def membership(self) -> Membership:
-        """The view, as a value."""
-        ordered = sorted(self._workers.values(), key=lambda record: (record.role, record.id))
-        return Membership(tuple(ordered), self._is_stale)
+        """The view, as a value. It is the same object until the view changes."""
+        if self._membership is None:
+            ordered = sorted(self._workers.values(), key=lambda record: (record.role, record.id))
+            self._membership = Membership(tuple(ordered), self._is_stale)
+        return self._membership
 
-    def observe(self, epoch: str, records: Mapping[str, WorkerRecord], *, now_s: float) -> None:
-        """Takes what Redis holds. A missing worker is gone, unless Redis has just lost its memory."""
+    def observe(self, epoch: str, records: Mapping[str, WorkerRecord], *, now_s: float, is_same: bool = False) -> None:
+        """Takes the records in Redis. A missing worker is gone, unless Redis has just lost its memory.
+
+        With `is_same`, the records have not changed since they were last passed.
+        """
+        if is_same and epoch == self._epoch and not self._awaited:
+            if self._is_stale:
+                self._is_stale, self._membership = False, None
+            return
         if self._epoch is not None and epoch != self._epoch:
             self._awaited, self._awaited_until_s = self._workers, now_s + self._grace_s
         self._epoch = epoch
@@ -382,74 +473,12 @@ class MembershipView:
         is_over = now_s >= self._awaited_until_s
         self._awaited = {} if is_over else {id_: old for id_, old in self._awaited.items() if id_ not in records}
         self._workers = {**self._awaited, **records}
+        self._membership = None
 
     def lose_sight(self) -> None:
         """Notes that Redis did not answer."""
-        self._is_stale = True
-
-
-class _Wakeups:
-    """Ends a watcher's wait when a change is published; without it the next poll finds the change."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._event = asyncio.Event()
-        self._listener: asyncio.Task[None] | None = None
-
-    async def wait(self, timeout_s: float, *, is_store_available: bool) -> None:
-        """Waits for a published change, at least MIN_POLL_INTERVAL_S and at most `timeout_s`."""
-        if is_store_available and (self._listener is None or self._listener.done()):
-            self._listener = supervise(self._listen, name="workers-changed")
-        elif not is_store_available:
-            await self._stop()
-        await asyncio.sleep(MIN_POLL_INTERVAL_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        self._event.clear()
-
-    async def aclose(self) -> None:
-        """Ends the subscription."""
-        await self._stop()
-
-    async def _stop(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            await end_task(listener)
-
-    async def _listen(self) -> None:
-        async with _Subscription(self._store.subscriber(), self._store.keys.workers_changed) as subscription:
-            # What changed before the subscription stood was not heard.
-            self._event.set()
-            while await subscription.is_alive_after_message():
-                self._event.set()
-
-
-class _Subscription:
-    """One subscribed channel."""
-
-    def __init__(self, pubsub: PubSub, channel: str) -> None:
-        self._pubsub = pubsub
-        self._channel = channel
-
-    async def __aenter__(self) -> Self:
-        with contextlib.suppress(RedisError, OSError):
-            await self._pubsub.subscribe(self._channel)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        with contextlib.suppress(RedisError, OSError):
-            await self._pubsub.aclose()  # type: ignore[no-untyped-call]
-
-    async def is_alive_after_message(self) -> bool:
-        """Waits for a message. False: the connection is broken."""
-        try:
-            while True:
-                message = await self._pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
-                if message is not None:
-                    return True
-        except (RedisError, OSError, RuntimeError):
-            return False
+        if not self._is_stale:
+            self._is_stale, self._membership = True, None
 
 
 def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:

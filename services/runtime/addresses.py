@@ -78,6 +78,23 @@ def is_every_interface(host: str) -> bool:
         return False
 
 
+RAW_DELIMITER_RULE = "must have %2F, %3F or %23 instead of /, ? or # in its user and password"
+
+
+def has_raw_delimiter(url: str) -> bool:
+    """Returns whether the user or password of a Redis URL contains a /, ? or # that is not percent-encoded.
+
+    Such a character ends the host for every parser, so that the rest of the password becomes a path.
+    """
+    found = re.fullmatch(r"[^:]*://([^/?#@]+)([/?#].*)", url, re.DOTALL)
+    if found is None or "@" not in found[2]:
+        return False
+    _, colon, port = found[1].rpartition("]")[2].rpartition(":")
+    # An @ in a parameter, as in ?password=a@b, is allowed.
+    has_parameter = re.search(r"\?[a-z_]+=.*@", found[2]) is not None
+    return not has_parameter or bool(colon and not port.isdecimal())
+
+
 def is_on_this_machine(url: str) -> bool:
     """Returns whether a Redis URL leads to this machine: a Unix socket, or a loopback address."""
     parts = urlsplit(url)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Never, TypeVar, overload
 
 from services.runtime.errors import ConfigError
-from services.runtime.kinds import Kind
+from services.runtime.kinds import BrokenRule, Kind
 
 ENV_PREFIX = "TANDEM_"
 MAX_SHOWN_CHARACTERS = 200
@@ -158,9 +158,10 @@ class Setting:
         """Returns the value of a text that was given under the name `key`. Raises ConfigError."""
         try:
             return self.kind.parse(text)
-        except ValueError:
+        except ValueError as error:
             value = "***" if self.kind.is_secret else shown(text)
-            raise ConfigError(f"{key} is {value} but must be {self.kind.rule}") from None
+            rule = str(error) if isinstance(error, BrokenRule) else f"must be {self.kind.rule}"
+            raise ConfigError(f"{key} is {value} but {rule}") from None
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
-from services.runtime.addresses import is_ipv6
+from services.runtime.addresses import RAW_DELIMITER_RULE, has_raw_delimiter, is_ipv6
 
 MAX_COUNT = 4096
 MAX_DISTANCE_S = 60.0
@@ -254,6 +254,8 @@ def redis_url() -> Kind[str]:
     schemes = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
     def parse(value: str) -> str:
+        if has_raw_delimiter(value):
+            raise BrokenRule(RAW_DELIMITER_RULE)
         if value.partition("://")[0] in schemes[3:]:
             parts = urlsplit(value)  # its port is no number, but may be several
             _require(bool(parts.netloc.rpartition("@")[2] and parts.path.strip("/")))
@@ -287,6 +289,10 @@ def comma_separated(kind: Kind[T]) -> Kind[tuple[T, ...]]:
 def argument(kind: Kind[T]) -> Kind[T]:
     """A value that is given as an argument, without a flag and without a variable."""
     return dataclasses.replace(kind, is_positional=True)
+
+
+class BrokenRule(ValueError):
+    """A value breaks a rule that its kind does not state. The text is that rule, beginning with "must"."""
 
 
 def _require(holds: bool) -> None:

@@ -154,7 +154,10 @@ def _forge(client: redis.Redis, real: dict[str, str], address: str) -> None:
     fields = {"order": record.order, "record": msgspec.json.encode(record), "state": "ready", "proof": b"00" * 32}
     client.hset(keys.worker("forged-0"), mapping=fields)
     client.pexpire(keys.worker("forged-0"), 3000)
-    client.sadd(keys.workers, "forged-0")
+    leases, changes, _ = keys.workers
+    now_us = SYSTEM_CLOCK.unix_ns() // 1000
+    client.zadd(leases, {"forged-0": now_us // 1000 + 3000})
+    client.zadd(changes, {"forged-0": now_us})
     client.publish(keys.workers_changed, "forged-0")
 
 

@@ -2,6 +2,7 @@
 
 Every block of commands that names a machine runs there as it stands. What is put in its place: paths that all
 namespaces would share (`PATHS`), and the programs that a namespace lacks (`SHIMS`): a service manager, scp, users.
+With TANDEM_TEST_REDIS, that server is Redis.
 Where namespaces are not permitted it says so and exits with 0.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from services.cluster.embedded_redis import _binary
 from tests.faults.harness import DEMO_MODEL, REPOSITORY
+from tests.limited_redis import OTHER_SERVER
 from tests.machines.bed import ENTER, know_names
 from tests.machines.network import Network, NotPermitted
 
@@ -119,7 +121,7 @@ def follow(network: Network, folder: Path) -> Iterator[tuple[Block, str]]:
             "HERE": str(here),
             "PYTHON": sys.executable,
             "REPOSITORY": str(REPOSITORY),
-            "SERVER": _binary(),
+            "SERVER": os.environ.get(OTHER_SERVER) or _binary(),
             "PYTHONPATH": str(REPOSITORY),
         }
         done = subprocess.run(

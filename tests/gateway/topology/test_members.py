@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 
 import msgspec
 import pytest
@@ -375,3 +376,15 @@ async def test_until_the_registry_has_been_read_there_may_be_workers(monkeypatch
         assert not topology.is_away("decode", "m", audience=Audience())
     finally:
         await topology.close()
+
+
+async def test_leases_are_looked_up_of_connected_workers_that_are_quiet(make_topology, monkeypatch):
+    topology = make_topology(record("p-0"), record("d-0"), record("d-1"))
+    now_s = asyncio.get_running_loop().time()
+    for worker_id, ago_s in (("p-0", -60), ("d-0", 60), ("d-1", 60)):
+        come_up(member_of(topology, worker_id), WorkerLoad())
+        member_of(topology, worker_id).session._heard_at_s = now_s - ago_s
+    member_of(topology, "d-1").session.is_up = False
+    assert list(topology.quiet_workers()) == ["d-0"]
+    topology.take_renewals({"d-0": 0.5})
+    assert topology._last_renewal_s("d-0") > topology._last_renewal_s("p-0") == -math.inf

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from gateway.topology import prefix_view
 from gateway.topology.prefix_view import GRACE_S, MAX_AGE_S, PrefixView
 from services.cluster import prefix_index
+from services.cluster.change_log import LogReader
 from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.keys import Keys
 from services.cluster.prefix_index import (
     KEY_BYTES,
     MAX_CHANGES,
@@ -37,6 +39,7 @@ from tests.waiting import HANG_LIMIT_S, until
 
 NewPublisher = Callable[..., PrefixPublisher]
 HEAD = "tandem:{test}:pages:w0"
+LEASES, _, _ = Keys("test").pages
 PATIENT_S = HANG_LIMIT_S
 BACK_S = 3.0
 
@@ -322,14 +325,22 @@ class ScriptedIndex(PrefixIndex):
 
     def __init__(self) -> None:
         self.sightings: list[Seen] = []
+        self.listed: list[str] = []
         self.chunks: dict[tuple[str, int], IndexSlice | None] = {}
         self.is_away = False
         self.num_reads = 0
 
-    async def look(self, known: Any) -> tuple[list[Seen], bool]:
+    async def changed(self, log: LogReader) -> tuple[list[str], frozenset[str] | None]:
+        """All workers have changed since any look."""
         if self.is_away:
             raise StoreUnavailable("away")
-        return [self._followed(sighting, known.get(sighting.worker_id)) for sighting in self.sightings], True
+        listed = [sighting.worker_id for sighting in self.sightings]
+        left, self.listed = frozenset(self.listed) - frozenset(listed), listed
+        return listed, left
+
+    async def look(self, known: Any) -> tuple[list[Seen], bool]:
+        seen = [sighting for sighting in self.sightings if sighting.worker_id in known]
+        return [self._followed(sighting, known[sighting.worker_id]) for sighting in seen], True
 
     def _followed(self, sighting: Seen, known: Position | None) -> Seen:
         """A sighting without a position has not changed since the worker's set was filled."""
@@ -621,6 +632,7 @@ class System:
                 # The process is dead and its keys expire.
                 head = f"tandem:{{test}}:pages:{worker_id}"
                 self.client.delete(head, f"{head}:keys")
+                self.client.zadd(LEASES, {worker_id: 1}, xx=True)
         await refreshed(self.view)
         self.clock.advance(prefix_view.REREAD_S + GRACE_S)
         await refreshed(self.view)

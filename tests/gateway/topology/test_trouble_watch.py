@@ -72,7 +72,7 @@ class Scene:
     def __init__(self) -> None:
         self.wall, self.presence = Wall(), Presence(lambda: {"decode": 1})
         self.members: list[Any] = []
-        self.store = SimpleNamespace(is_available=True, last_failure="", round_trip=SimpleNamespace(mean_s=0.001))
+        self.store = SimpleNamespace(is_up=True, last_failure="", round_trip=SimpleNamespace(waited_s=0.001))
         topology = SimpleNamespace(
             members=lambda: self.members,
             presence=self.presence,
@@ -210,17 +210,16 @@ def test_a_background_task_that_keeps_failing(scene: Scene) -> None:
 
 
 def test_redis_that_is_far_and_redis_that_is_away(scene: Scene) -> None:
-    scene.store.round_trip.mean_s = 0.2
+    scene.store.round_trip.waited_s = 0.2
     assert scene.look() == {}
     assert scene.look(SLOW_REDIS_FOR_S) == {("redis_slow", "redis"): "a call takes 200 ms on average"}
-    scene.store.is_available, scene.store.last_failure = False, "Connection refused"
-    scene.watch.note_redis(is_away=True)
+    scene.store.is_up, scene.store.last_failure = False, "Connection refused"
+    assert scene.look() == {("redis", "redis"): "Connection refused"}
     scene.store.last_failure = "invalid username-password pair"
     assert scene.look(1.0) == {("redis", "redis"): "invalid username-password pair"}
     (trouble,) = scene.watch.troubles.all()
     assert "password" in trouble.remedy
-    scene.store.is_available, scene.store.round_trip.mean_s = True, 0.001
-    scene.watch.note_redis(is_away=False)
+    scene.store.is_up, scene.store.round_trip.waited_s = True, 0.001
     assert scene.look(1.0) == {}
 
 

@@ -1,5 +1,6 @@
 """Fixtures with a real Redis-compatible server."""
 
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -7,9 +8,17 @@ from typing import Any
 import pytest
 import redis
 
+from services.cluster import embedded_redis
 from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord, new_incarnation
-from tests.limited_redis import GUIDE, LimitedRedis
+from tests.limited_redis import GUIDE, OTHER_SERVER, LimitedRedis
+
+
+@pytest.fixture(autouse=True)
+def chosen_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the server that TANDEM_TEST_REDIS names instead of the embedded one."""
+    if server := os.environ.get(OTHER_SERVER):
+        monkeypatch.setattr(embedded_redis, "_binary", lambda: server)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from services.cluster.connections import MAX_ROUND_TRIP_S, RoundTrip
+from services.cluster.connections import AWAY_AFTER_S, BACK_AFTER_S, MAX_ROUND_TRIP_S, Availability, RoundTrip
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
@@ -101,6 +101,56 @@ def test_a_redis_that_stood_still_does_not_make_calls_wait_for_ever() -> None:
     for _ in range(50):
         trip.observe(3600.0)
     assert trip.limit_s <= 3 * MAX_ROUND_TRIP_S
+
+
+def test_a_redis_of_which_some_calls_time_out_stays_available() -> None:
+    availability = Availability()
+    for second in range(60):
+        availability.note(second, has_answered=second % 3 == 0)
+        assert availability.is_up(second + 0.9)
+
+
+def test_an_outage_begins_after_3_s_and_ends_once_calls_have_been_answered_for_2_s() -> None:
+    availability = Availability()
+    availability.note(0.0, has_answered=True)
+    availability.note(10.0, has_answered=False)
+    assert availability.is_up(10.0 + AWAY_AFTER_S - 0.1)
+    assert not availability.is_up(10.0 + AWAY_AFTER_S)
+    availability.note(20.0, has_answered=True)
+    assert not availability.is_up(20.0 + BACK_AFTER_S - 0.1)
+    availability.note(21.0, has_answered=False)
+    assert availability.is_up(20.0 + BACK_AFTER_S), "a single failure does not prolong it"
+    availability.note(21.5, has_answered=True)
+    assert availability.is_up(100.0)
+
+
+def test_one_answer_in_a_long_outage_does_not_end_it() -> None:
+    availability = Availability()
+    availability.note(0.0, has_answered=False)
+    availability.note(9.0, has_answered=False)
+    availability.note(10.0, has_answered=True)
+    availability.note(10.5, has_answered=False)
+    assert not [at_s for at_s in (10.6, 11.0, 11.9) if availability.is_up(at_s)]
+    assert not availability.is_up(10.5 + AWAY_AFTER_S)
+    availability.note(30.0, has_answered=False)
+    assert not availability.is_up(30.0)
+
+
+async def test_calls_that_time_out_count_in_the_time_that_calls_wait(road: tuple[Proxy, str]) -> None:
+    proxy, url = road
+    store = Store(url, cluster="test", breaker_open_s=0.0)
+    try:
+        await answered(store)
+        mean_s = store.round_trip.mean_s
+        proxy.is_open.clear()
+        for _ in range(20):
+            with pytest.raises(StoreUnavailable):
+                await store.run(ECHO, (), ("x",))
+        assert store.round_trip.mean_s == mean_s, "a Redis that stood still is no reason to wait longer"
+        assert store.round_trip.waited_s > 0.05
+    finally:
+        proxy.is_open.set()
+        await store.close()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

@@ -13,7 +13,9 @@ import pytest
 import redis
 
 from services.cluster import prefix_index, prefix_scripts
+from services.cluster.change_log import LogReader
 from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.keys import Keys
 from services.cluster.prefix_index import (
     FILL_KEYS,
     FLUSH_KEYS,
@@ -36,7 +38,8 @@ NewRecord = Callable[..., WorkerRecord]
 NewPublisher = Callable[..., PrefixPublisher]
 HEAD = "tandem:{test}:pages:prefill-0"
 KEYS = HEAD + ":keys"
-INDEX = "tandem:{test}:pages"
+HEADS = "tandem:{test}:pages:"
+LEASES, CHANGES, GONE = Keys("test").pages
 PATIENT_S = HANG_LIMIT_S
 BACK_S = 3.0
 
@@ -64,6 +67,14 @@ def new_publisher(redis_server: EmbeddedRedis, new_record: NewRecord) -> Iterato
     yield start
     for publisher in publishers:
         publisher.release()
+
+
+ASKED: dict[str, Position | None] = {"prefill-0": None}
+
+
+async def published(index: PrefixIndex) -> tuple[list[str], frozenset[str] | None]:
+    """Returns what a gateway without a position sees in the change log."""
+    return await index.changed(LogReader())
 
 
 async def flushed(publisher: PrefixPublisher, *, timeout_s: float = PATIENT_S) -> None:
@@ -286,7 +297,12 @@ async def test_a_publisher_begins_without_redis(
 async def test_without_redis_the_index_says_so(store: Store, redis_server: EmbeddedRedis) -> None:
     redis_server.kill()
     index = PrefixIndex(store)
-    for ask in (lambda: index.longest(page_keys(1)), lambda: index.look({}), lambda: index.read("prefill-0", 0)):
+    for ask in (
+        lambda: index.longest(page_keys(1)),
+        lambda: index.look(ASKED),
+        lambda: published(index),
+        lambda: index.read("prefill-0", 0),
+    ):
         with pytest.raises(StoreUnavailable):
             await ask()
 
@@ -329,7 +345,7 @@ async def test_no_number_ever_stands_for_two_contents(
     def spoil_and_watch(connection: "redis.Redis", *args: Any, **options: Any) -> Any:
         is_fill = args[1] == prefix_scripts.FILL.digest
         if is_fill or (args[1] == prefix_scripts.CHANGE.digest and args[-1]):
-            numbers.setdefault(args[9] if is_fill else args[10], []).append(args[-1])
+            numbers.setdefault(args[11] if is_fill else args[12], []).append(args[-1])
             if not is_fill:
                 # Somebody takes the set away, so this change is made on one that is not what it should be.
                 execute(connection, "DEL", KEYS)
@@ -360,8 +376,10 @@ async def test_a_dead_worker_vanishes(
     publisher._delete = lambda: None  # type: ignore[method-assign] # as a process that was killed
     await asyncio.to_thread(publisher.release)
     await until(lambda: not client.exists(HEAD, KEYS))
-    assert await index.look({}) == ([], True)
-    assert client.smembers(INDEX) == set()
+    assert await index.look(ASKED) == ([], True)
+    await until(lambda: client.zcount(LEASES, "-inf", time.time() * 1000 - 1) == 1)
+    assert await published(index) == ([], frozenset())
+    assert client.zcard(LEASES) == client.zcard(CHANGES) == 0
     assert await index.longest(keys) == {}
 
 
@@ -379,7 +397,7 @@ async def test_release_deletes_it(client: "redis.Redis", new_publisher: NewPubli
     publisher.note(page_keys(4))
     await flushed(publisher)
     await asyncio.to_thread(publisher.release)
-    assert client.exists(HEAD, KEYS, INDEX) == 0
+    assert client.exists(HEAD, KEYS, LEASES, CHANGES) == 0
 
 
 async def test_a_later_life_of_a_worker_publishes_what_the_earlier_one_held(
@@ -392,7 +410,7 @@ async def test_a_later_life_of_a_worker_publishes_what_the_earlier_one_held(
     publisher.begin_life(later.order)
     publisher.note(evicted=keys[4:])
     await flushed(publisher)
-    (sighting,), _ = await index.look({})
+    (sighting,), _ = await index.look(ASKED)
     assert sighting.order == later.order
     assert await index.longest(keys) == {"prefill-0": 4}
     publisher.release()
@@ -458,11 +476,13 @@ async def test_garbage_does_not_keep_a_worker_out(
         client.hset(HEAD, "order", "z" * 53)
         client.pexpire(HEAD, 2000)
     else:
-        client.set(INDEX, "x")
+        for key in (LEASES, CHANGES, GONE):
+            client.set(key, "x")
     publisher = new_publisher()
     keys = page_keys(4)
     publisher.note(keys)
     await flushed(publisher)
+    assert await published(index) == (["prefill-0"], frozenset())
     assert await read_all(index) == set(keys)
     assert await index.longest(keys) == {"prefill-0": 4}
 
@@ -483,17 +503,20 @@ async def test_garbage_is_left_out_and_counted(
         "a b": {"order": good, "base": "1", "seq": "1"},
     }
     for name, fields in heads.items():
-        client.hset(f"{INDEX}:{name}", mapping=fields)
-    client.set(f"{INDEX}:string", "x")
-    client.hset(f"{INDEX}:set-is-list", mapping={"order": good, "base": "1", "seq": "1"})
-    client.rpush(f"{INDEX}:set-is-list:keys", "x")
-    client.sadd(INDEX, *heads, "string", "set-is-list", "w" * 65, b"\xff\x00")
-    [sighting], is_all = await index.look({})
+        client.hset(f"{HEADS}{name}", mapping=fields)
+    client.set(f"{HEADS}string", "x")
+    client.hset(f"{HEADS}set-is-list", mapping={"order": good, "base": "1", "seq": "1"})
+    client.rpush(f"{HEADS}set-is-list:keys", "x")
+    listed = [*heads, "string", "set-is-list", "w" * 65, b"\xff\x00"]
+    for key in (LEASES, CHANGES):
+        client.zadd(key, dict.fromkeys(listed, 2**51))
+    changed, _ = await published(index)
+    assert set(changed) == {"prefill-0", *heads, "string", "set-is-list"} - {"a b"}
+    assert patient_store.stats.num_rejected_values == 3, "ids that are none"
+    [sighting], is_all = await index.look(dict.fromkeys(changed))
     assert sighting.worker_id == "prefill-0"
     assert is_all
-    # The id that has no head is not worth counting, the longest one is gone.
-    assert patient_store.stats.num_rejected_values == len(heads) + 3
-    assert client.sismember(INDEX, "w" * 65) == 0
+    assert patient_store.stats.num_rejected_values == 3 + len(heads) - 1 + 2
     assert await index.longest(keys) == {"prefill-0": 4}
     for name in (*heads, "string", "set-is-list"):
         chunk = await index.read(name, 0)
@@ -545,20 +568,58 @@ async def test_too_many_of_anything_is_rejected(
     await flushed(publisher)
     assert await read_all(index) == set(keys[3:])
     client.sadd(KEYS, keys[0])
-    assert await index.look({}) == ([], True)
+    assert await index.look(ASKED) == ([], True)
     assert await index.read("prefill-0", 0) is None
     assert patient_store.stats.num_rejected_values == 1
-    client.sadd(INDEX, *(f"w{number}" for number in range(5000)))
-    assert await index.look({}) == ([], True)
-    assert client.exists(INDEX) == 0
+    client.zadd(CHANGES, {f"w{number}": number for number in range(5000)})
+    assert await published(index) == ([], frozenset())
+    assert client.exists(*Keys("test").pages) == 0
     await flushed(publisher)
-    assert client.smembers(INDEX) == {b"prefill-0"}
+    assert await published(index) == (["prefill-0"], frozenset())
+
+
+def calls(client: "redis.Redis") -> dict[str, int]:
+    return {name: stats["calls"] for name, stats in client.info("commandstats").items()}
+
+
+@pytest.mark.parametrize("num_workers", [10, 600])
+async def test_a_look_without_news_costs_the_same_for_any_number_of_workers(
+    num_workers: int, client: "redis.Redis", index: PrefixIndex
+) -> None:
+    now_us = time.time_ns() // 1000
+    for number in range(num_workers):
+        client.zadd(LEASES, {f"w{number}": now_us // 1000 + 600_000})
+        client.zadd(CHANGES, {f"w{number}": now_us + number})
+    log, seen = LogReader(), []
+    left = None
+    while left is None:
+        changed, left = await index.changed(log)
+        seen += changed
+    assert seen == [f"w{number}" for number in range(num_workers)]
+    before = calls(client)
+    for _ in range(10):
+        assert await index.changed(log) == ([], frozenset())
+    after = calls(client)
+    assert sum(after[name] - before.get(name, 0) for name in after if name != "cmdstat_info") < 10 * 15
+
+
+async def test_only_what_was_published_is_a_change(index: PrefixIndex, new_publisher: NewPublisher) -> None:
+    publisher, log = new_publisher(beat_s=0.01), LogReader()
+    await flushed(publisher)
+    assert (await index.changed(log))[0] == ["prefill-0"]
+    for _ in range(5):
+        await flushed(publisher)  # beats, which renew the lease
+        assert await index.changed(log) == ([], frozenset())
+    publisher.note(page_keys(3))
+    await flushed(publisher)
+    assert (await index.changed(log))[0] == ["prefill-0"]
+    await asyncio.to_thread(publisher.release)
+    assert await index.changed(log) == ([], frozenset({"prefill-0"}))
 
 
 async def test_while_it_is_filled_it_is_said_to_be(client: "redis.Redis", index: PrefixIndex) -> None:
     client.hset(HEAD, mapping={"order": "0" * 20 + ":" + "a" * 32, "filling": "3"})
-    client.sadd(INDEX, "prefill-0")
-    [sighting], _ = await index.look({})
+    [sighting], _ = await index.look(ASKED)
     assert sighting.is_filling
     assert sighting.position is None
     assert await index.read("prefill-0", 0) is None

@@ -12,18 +12,22 @@ import msgspec
 import pytest
 import redis
 
+from services.cluster import registry
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.redis_store import Store
+from services.cluster.keys import Keys
+from services.cluster.redis_store import Store, run_script
 from services.cluster.registry import (
     LEASE_TTL_S,
     WATCH_POLL_S,
     Membership,
     MembershipView,
+    RegistryReader,
     WorkerLease,
     WorkerRecord,
     list_workers,
     watch_workers,
 )
+from services.cluster.registry_scripts import RENEW
 from services.runtime.errors import LeaseLost
 from services.runtime.worker_state import UNLISTED
 from tests.waiting import HANG_LIMIT_S, until
@@ -31,6 +35,7 @@ from tests.waiting import HANG_LIMIT_S, until
 NewRecord = Callable[..., WorkerRecord]
 KEY = "tandem:{test}:worker:prefill-0"
 BACK_S = 3.0
+LEASES, CHANGES, GONE = Keys("test").workers
 
 
 class Watcher:
@@ -82,6 +87,14 @@ def new_lease(redis_server: EmbeddedRedis, new_record: NewRecord) -> Iterator[Ca
         lease.release()
 
 
+def list_as_a_lease_does(client: "redis.Redis", *worker_ids: str | bytes, ttl_s: float = 60.0) -> None:
+    """Adds ids to the change log."""
+    now_us = time.time_ns() // 1000
+    for number, worker_id in enumerate(worker_ids):
+        client.zadd(LEASES, {worker_id: (now_us // 1000) + 1000 * ttl_s})
+        client.zadd(CHANGES, {worker_id: now_us + number})
+
+
 def ids(membership: Membership) -> list[str]:
     return [record.id for record in membership.workers]
 
@@ -111,11 +124,20 @@ async def test_a_worker_comes_changes_and_leaves(
     await watcher.until(lambda view: not view.workers)
 
 
-async def test_counts_are_published_at_the_next_beat(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
-    lease = new_lease()
+async def test_counts_are_published_at_the_next_beat_and_are_no_change(
+    watcher: Watcher, new_lease: Callable[..., WorkerLease], store: Store, client: "redis.Redis"
+) -> None:
+    lease = new_lease(beat_s=0.01)
     await watcher.until(here)
+    number = client.zscore(CHANGES, "prefill-0")
     lease.update(pages_total=100, pages_free=60, pages_used=40)
-    await watcher.until(lambda view: view.workers[0].pages_free == 60)
+    async with asyncio.timeout(60):
+        while (await list_workers(store))[1]["prefill-0"].pages_free != 60:  # noqa: ASYNC110 - a thread's
+            await asyncio.sleep(0.01)
+    assert client.zscore(CHANGES, "prefill-0") == number
+    lease.update(channels={"decode-0": "tcp"})
+    await watcher.until(lambda view: view.workers[0].channels == {"decode-0": "tcp"})
+    assert watcher.seen[-1].workers[0].pages_free == 60
 
 
 async def test_the_order_is_by_role_and_id(
@@ -145,10 +167,10 @@ async def test_a_dead_worker_expires(
     raw = msgspec.json.encode(ghost)
     client.hset(KEY, mapping={"order": ghost.order, "record": raw, "state": ghost.state})
     client.pexpire(KEY, 1500)
-    client.sadd("tandem:{test}:workers", "prefill-0")
+    list_as_a_lease_does(client, "prefill-0", ttl_s=1.5)
     await watcher.until(lambda view: len(view.workers) == 2)
-    assert await watcher.until(lambda view: ids(view) == ["prefill-1"]) < 3.5
-    assert client.smembers("tandem:{test}:workers") == {b"prefill-1"}
+    await watcher.until(lambda view: ids(view) == ["prefill-1"])
+    assert client.zrange(LEASES, 0, -1) == client.zrange(CHANGES, 0, -1) == [b"prefill-1"]
     ttl_ms = client.pttl("tandem:{test}:worker:prefill-1")
     assert 1500 < ttl_ms <= 3000
 
@@ -226,9 +248,12 @@ async def test_each_look_tells_when_leases_were_renewed(
     """A gateway does not take a worker that renews for dead, however late its answers are."""
     told: list[dict[str, float]] = []
     new_lease(new_record())
-    watching = watch_workers(store, on_renewals=lambda ages_s: told.append(dict(ages_s)))
+    new_lease(new_record(id="prefill-1"))
+    watching = watch_workers(
+        store, suspects=lambda: ("nobody", "prefill-0"), on_renewals=lambda ages_s: told.append(dict(ages_s))
+    )
     async with contextlib.aclosing(watching) as memberships, asyncio.timeout(BACK_S):
-        while not here(await anext(memberships)):
+        while len((await anext(memberships)).workers) < 2:
             pass
     assert told[-1].keys() == {"prefill-0"}
     assert 0 <= told[-1]["prefill-0"] < LEASE_TTL_S
@@ -292,7 +317,8 @@ async def test_garbage_under_its_key_does_not_keep_a_worker_out(
     else:
         client.hset(KEY, mapping={"order": future.order, "record": "x"})
         client.pexpire(KEY, 10**9)
-    client.set("tandem:{test}:workers", "not a set")
+    for key in (LEASES, CHANGES, GONE):
+        client.set(key, "no sorted set")
     new_lease()
     await watcher.until(here)
 
@@ -307,7 +333,7 @@ async def test_a_worker_that_does_not_name_its_arithmetic_is_known_all_the_same(
     for record, raw in ((named, msgspec.json.encode(named)), (unnamed, msgspec.json.encode(fields))):
         key = f"tandem:{{test}}:worker:{record.id}"
         client.hset(key, mapping={"order": record.order, "record": raw, "state": "ready"})
-        client.sadd("tandem:{test}:workers", record.id)
+        list_as_a_lease_does(client, record.id)
     _, records = await list_workers(store)
     assert {record.id: record.arithmetic for record in records.values()} == {"prefill-0": "avx2/abc", "older": ""}
 
@@ -331,9 +357,8 @@ async def test_a_list_of_garbage_is_counted_and_left_out(
     )
     for worker_id, order, raw in values:
         client.hset(f"tandem:{{test}}:worker:{worker_id}", mapping={"order": order, "record": raw, "state": "ready"})
-        client.sadd("tandem:{test}:workers", worker_id)
     client.set("tandem:{test}:worker:string", "x")
-    client.sadd("tandem:{test}:workers", "string", b"\xff\x00")
+    list_as_a_lease_does(client, *(worker_id for worker_id, *_ in values), "string", b"\xff\x00")
     _, records = await list_workers(store)
     assert records == {"prefill-0": good}
     assert store.stats.num_rejected_values == len(values) - 1 + 1
@@ -352,25 +377,164 @@ async def test_a_bad_epoch_is_replaced(client: "redis.Redis", store: Store) -> N
         assert (await list_workers(store))[0] == epoch
 
 
-@pytest.mark.parametrize("spoiled", ["huge", "string"])
-async def test_a_spoiled_index_heals_and_nobody_is_missed(
+@pytest.mark.parametrize("spoiled", ["leases", "changes", "too many leases", "endless number"])
+async def test_a_spoiled_log_heals_and_nobody_is_missed(
     spoiled: str, client: "redis.Redis", watcher: Watcher, new_lease: Callable[..., WorkerLease], store: Store
 ) -> None:
     new_lease()
     await watcher.until(here)
-    began = len(watcher.seen)
-    if spoiled == "huge":
-        client.sadd("tandem:{test}:workers", *(f"w{index}" for index in range(5000)))
+    began, epoch = len(watcher.seen), client.get("tandem:{test}:epoch")
+    if spoiled == "leases":
+        client.set(LEASES, "x")
+    elif spoiled == "changes":
+        client.delete(CHANGES)
+    elif spoiled == "too many leases":
+        client.zadd(LEASES, {f"w{index}": "+inf" for index in range(5000)})
     else:
-        client.set("tandem:{test}:workers", "x")
-    await until(lambda: store.stats.num_rejected_values > 0 or spoiled == "string")
-    await until(lambda: client.type("tandem:{test}:workers") == b"set")
-    assert client.smembers("tandem:{test}:workers") == {b"prefill-0"}
+        client.zadd(GONE, {"w": "+inf"})
+    await list_workers(store)
+    await until(lambda: client.zrange(CHANGES, 0, -1) == [b"prefill-0"])
+    await until(lambda: client.zrange(LEASES, 0, -1) == [b"prefill-0"])
+    await watcher.until(here)
     assert all(ids(view) == ["prefill-0"] for view in watcher.seen[began:])
     assert await list_workers(store) == (
         client.get("tandem:{test}:epoch").decode(),
         {"prefill-0": watcher.seen[-1].workers[0]},
     )
+    assert spoiled == "leases" or client.get("tandem:{test}:epoch") != epoch
+
+
+def renewals(client: "redis.Redis", records: list[WorkerRecord]) -> list[int]:
+    """Registers workers, each with one renewal. Returns the answers of Redis."""
+    keys = Keys("test")
+    answers = []
+    for record in records:
+        of_this = (keys.worker(record.id), keys.workers_changed, *keys.workers)
+        args = (record.order, msgspec.json.encode(record), 60_000, record.id, record.state, b"", b"v")
+        answers.append(run_script(client, RENEW, of_this, (*args, registry.MAX_WORKERS)))
+    return answers
+
+
+def commands_within(client: "redis.Redis", began: dict[str, int]) -> dict[str, int]:
+    """Returns how often each command ran since `began`, without those of this test's own client."""
+    now = {name: stats["calls"] for name, stats in client.info("commandstats").items()}
+    return {name: calls - began.get(name, 0) for name, calls in now.items() if calls != began.get(name, 0)}
+
+
+@pytest.mark.parametrize("num_workers", [10, 600])
+async def test_a_look_without_news_costs_the_same_for_any_number_of_workers(
+    num_workers: int, client: "redis.Redis", store: Store, new_record: NewRecord
+) -> None:
+    renewals(client, [new_record(id=f"w{index}") for index in range(num_workers)])
+    reader = RegistryReader(store, None)
+    while not await reader.look():
+        pass
+    assert len(reader.records) == num_workers
+    began = commands_within(client, {})
+    for _ in range(10):
+        assert await reader.look()
+    assert not reader.has_changed
+    used = commands_within(client, began)
+    used.pop("cmdstat_info", None)
+    assert sum(used.values()) < 10 * 20, used
+    assert not {name for name in used if "hmget" in name or "pttl" in name}
+
+
+async def test_only_changed_workers_are_read(
+    client: "redis.Redis", store: Store, new_record: NewRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [new_record(id=f"w{index}") for index in range(600)]
+    renewals(client, records)
+    reader = RegistryReader(store, None)
+    while not await reader.look():
+        pass
+    renewals(client, records[:300])  # the same once more: no change
+    changed = new_record(id="w7", model="other")
+    assert renewals(client, [changed]) == [1]
+    began = commands_within(client, {})
+    assert await reader.look()
+    assert reader.records["w7"] == changed
+    assert len(reader.records) == 600
+    assert commands_within(client, began)["cmdstat_hmget"] == 1
+
+
+async def test_workers_that_leave_or_expire_are_noticed_by_every_reader(
+    client: "redis.Redis", store: Store, new_record: NewRecord
+) -> None:
+    renewals(client, [new_record(id=f"w{index}") for index in range(20)])
+    readers = [RegistryReader(store, None) for _ in range(2)]
+    for reader in readers:
+        assert await reader.look()
+    client.zadd(LEASES, {"w3": 1, "w4": 1})
+    for reader in readers:
+        assert await reader.look()
+        assert reader.records.keys() == {f"w{index}" for index in range(20)} - {"w3", "w4"}
+    renewals(client, [new_record(id="w3")])
+    for reader in readers:
+        assert await reader.look()
+        assert "w3" in reader.records
+
+
+async def test_more_workers_that_leave_than_are_noted_are_noticed(
+    client: "redis.Redis", store: Store, new_record: NewRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals(client, [new_record(id=f"w{index}") for index in range(300)])
+    reader = RegistryReader(store, None)
+    while not await reader.look():
+        pass
+    client.zadd(LEASES, {f"w{index}": 1 for index in range(290)})
+    other = RegistryReader(store, None)
+    while not await other.look():
+        pass
+    client.zremrangebyrank(GONE, 0, -6)
+    while not await reader.look():
+        pass
+    assert reader.records.keys() == other.records.keys() == {f"w{index}" for index in range(290, 300)}
+
+
+async def test_a_redis_that_wakes_up_with_an_older_memory_is_followed(
+    client: "redis.Redis", store: Store, new_record: NewRecord
+) -> None:
+    renewals(client, [new_record(id="kept"), new_record(id="left")])
+    memory = {name: client.dump(name) for name in (LEASES, CHANGES)}
+    reader = RegistryReader(store, None)
+    client.zadd(LEASES, {"left": 1})
+    renewals(client, [new_record(id="lost")])
+    assert await reader.look()
+    assert reader.records.keys() == {"kept", "lost"}
+    for name in (LEASES, CHANGES, GONE):
+        client.delete(name)
+    for name, content in memory.items():
+        client.restore(name, 0, content)
+    renewals(client, [new_record(id="new")])
+    await reader.look()
+    client.zadd(LEASES, {"left": 1})  # nobody renews it
+    while not await reader.look():
+        pass
+    assert reader.records.keys() == {"kept", "new"}
+
+
+async def test_the_worker_beyond_the_limit_is_refused_and_told_why(
+    client: "redis.Redis",
+    watcher: Watcher,
+    new_lease: Callable[..., WorkerLease],
+    new_record: NewRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(registry, "MAX_WORKERS", 3)
+    assert renewals(client, [new_record(id=f"w{index}") for index in range(4)]) == [1, 1, 1, -3]
+    assert renewals(client, [new_record(id="w1")]) == [1], "one that is registered may renew"
+    lease = new_lease(beat_s=0.01)
+    await watcher.until(lambda view: ids(view) == ["w0", "w1", "w2"])
+    await until(lambda: any("too many workers" in record.message for record in caplog.records))
+    (said,) = [record.__dict__ for record in caplog.records if "too many workers" in record.message]
+    assert (said["worker"], said["workers"], said["limit"]) == ("prefill-0", 3, 3)
+    assert "--cluster" in said["remedy"]
+    assert not lease.is_held
+    # It is registered once there is a place.
+    client.zadd(LEASES, {"w2": 1})
+    await watcher.until(lambda view: ids(view) == ["prefill-0", "w0", "w1"])
 
 
 def test_a_missing_worker_is_gone_unless_redis_lost_its_memory(new_record: NewRecord) -> None:
