@@ -44,7 +44,7 @@ from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
 from gateway.topology.presence import Presence
-from gateway.topology.trouble_watch import TroubleWatch, circuits, hot_decodes, quarantined, unreadable_keys
+from gateway.topology.trouble_watch import TroubleWatch, circuits, hot_decodes, quarantined, slow_links, unreadable_keys
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.vectors.embedder import Embedder
 from services.cluster.batches import BatchStore
@@ -440,6 +440,7 @@ class Gateway:
             "api_keys": unreadable_keys(key_file.error.message if key_file and key_file.error else ""),
             "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
             "hot_spot": hot_decodes(self.requests.rebalancer.hot_spots()),
+            "link": slow_links(self.requests.slow_pairs()),
             "quarantine": quarantined(self._quarantine.count()),
         }
 
