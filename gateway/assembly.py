@@ -59,6 +59,7 @@ from gateway.topology.trouble_watch import (
     failing_tasks,
     hot_decodes,
     quarantined,
+    slow_links,
     unreadable_keys,
 )
 from gateway.topology.troubles import Found, Kind, Troubles
@@ -459,6 +460,7 @@ class Gateway:
             "api_keys": unreadable_keys(key_file.error.message if key_file and key_file.error else ""),
             "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
             "hot_spot": hot_decodes(self.requests.rebalancer.hot_spots()),
+            "link": slow_links(self.requests.slow_pairs()),
             "quarantine": quarantined(self._quarantine.count()),
         }
 

@@ -389,11 +389,11 @@ class Worker(Exact):
 
 
 class CutPair(Exact):
-    """Workers between which transfers keep failing; `suspected`: the way is used, since no better one exists."""
+    """Two workers between which no pages pass. Only trials use the pair."""
 
     prefill_id: str
     decode_id: str
-    state: Literal["suspected", "open", "half_open"]
+    state: Literal["open", "half_open"]
     words: str
     for_s: float
 

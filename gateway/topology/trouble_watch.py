@@ -25,6 +25,7 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
 from services.runtime.worker_state import WorkerState
+from services.scheduling.handoff_times import SlowPair
 from services.scheduling.rebalancing import HotSpot, Obstacle
 
 LOOK_S = 1.0
@@ -63,6 +64,8 @@ LINK_REMEDY = (
     "lower the MTU of both machines' interfaces to what the path carries (VPN, VXLAN), or let ICMP through so that "
     "they find it out"
 )
+SLOW_LINK_FOR_S = 2.0
+SLOW_LINK_REMEDY = "look at the network between the two machines: loss, bandwidth, other traffic"
 CIRCUIT_WORDS: Mapping[CircuitState, str] = {
     "closed": "gets work",
     "open": "is kept from work",
@@ -75,7 +78,10 @@ CIRCUIT_REMEDIES = {
     "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
     "gpu": "look after its GPU: what it says is in tandem status",
 }
-PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+PAIR_REMEDY = (
+    "look at the network and the firewalls between the two: both must let the decode worker's port and its transfer port "
+    "pass; the pair is used again when the gateway's trials succeed"
+)
 HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
     "off": ("running answers are not moved (--rebalance)", "let this gateway rebalance"),
     "full": ("the others have no room for its answers", "add a decode worker, or pages to the others"),
@@ -127,8 +133,9 @@ class TroubleWatch:
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
         self._hot = _Lasting(HOT_FOR_S)
         self._flaps = FlapCounter()
-        self._links: dict[str, float] = {}
-        """When pages last got stuck between a pair of workers, by the names of the pair."""
+        self._slow_links = _Lasting(SLOW_LINK_FOR_S)
+        self._links: dict[str, tuple[float, Found]] = {}
+        """When and why pages last got stuck between a pair of workers, by the names of the pair."""
         self._task: asyncio.Task[None] | None = None
         topology.watch_handoffs(self.note_handoff)
 
@@ -152,19 +159,19 @@ class TroubleWatch:
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
         troubles.settle("kernels", without_kernels(members))
-        told = self._told()
+        told = dict(self._told())
         troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, told.get("circuit", {})), now_s)))
         troubles.settle("log", lost_lines(logs.lost))
+        told["hot_spot"] = self._hot.of({**told.get("hot_spot", {}), **hot_prefills(members)}, now_s)
+        told["link"] = {**self._slow_links.of(told.get("link", {}), now_s), **self._stuck_links(members, now_s)}
         for kind, found in told.items():
-            hot = {**found, **hot_prefills(members)} if kind == "hot_spot" else None
-            troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
+            troubles.settle(kind, found)
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
         is_up = self._store.is_up
         troubles.settle("redis", {} if is_up else redis_away(self._store.last_failure))
         slow = slow_redis(self._store.round_trip.waited_s) if is_up else {}
         troubles.settle("redis_slow", self._redis.of(slow, now_s))
-        self._end_links(members, now_s)
 
     def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
         """Notes how many bytes of pages went from one worker to another, or why they could not.
@@ -175,17 +182,20 @@ class TroubleWatch:
             return  # Nearly every handoff: nothing is wrong with any link.
         link = _link(prefill_id, decode_id)
         if isinstance(outcome, TransferStalled):
-            self._links[link] = self._clock.monotonic()
-            self.troubles.begin("link", link, f"{LINK_CAUSE} ({outcome.message})", LINK_REMEDY)
+            found = Found(f"{LINK_CAUSE} ({outcome.message})", LINK_REMEDY)
+            self._links[link] = self._clock.monotonic(), found
+            self.troubles.begin("link", link, *found)
         elif isinstance(outcome, int) and outcome >= LARGE_BYTES and self._links.pop(link, None) is not None:
             self.troubles.end("link", link)
 
-    def _end_links(self, members: Iterable[Member], now_s: float) -> None:
+    def _stuck_links(self, members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
         ids = {member.record.id for member in members}
-        for link, at_s in list(self._links.items()):
-            if now_s - at_s >= LINK_FOR_S or not ids.issuperset(link.split(" to ")):
-                del self._links[link]
-                self.troubles.end("link", link)
+        self._links = {
+            link: (at_s, found)
+            for link, (at_s, found) in self._links.items()
+            if now_s - at_s < LINK_FOR_S and ids.issuperset(link.split(" to "))
+        }
+        return {link: found for link, (_, found) in self._links.items()}
 
     async def _follow(self) -> None:
         while True:
@@ -285,10 +295,21 @@ def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -
         cause = f"it {CIRCUIT_WORDS[report.state]}: {report.said()}"
         found[report.worker_id] = Found(cause, CIRCUIT_REMEDIES.get(report.cause, "see its log"))
     for pair in pairs:
-        what = "is used all the same" if pair.state == "suspected" else "is avoided"
-        cause = f"the way {what}: {pair.words or 'pages do not arrive'} (since {pair.for_s:.0f} s)"
+        cause = f"the pair is blocked: {pair.words} (since {pair.for_s:.0f} s)"
         found[_link(pair.prefill_id, pair.decode_id)] = Found(cause, PAIR_REMEDY)
     return found
+
+
+def slow_links(pairs: Iterable[SlowPair]) -> Mapping[str, Found]:
+    """Returns the pairs of workers whose handoffs are far slower than expected."""
+    return {
+        _link(*one.pair): Found(
+            f"handoffs take {one.took_s:.2g} s, {one.ratio:.3g} times as long as expected, "
+            f"between other workers {one.others:.3g} times",
+            SLOW_LINK_REMEDY,
+        )
+        for one in pairs
+    }
 
 
 def hot_decodes(spots: Mapping[str, HotSpot]) -> Mapping[str, Found]:

@@ -44,7 +44,7 @@ _SAID: Mapping[Kind, tuple[str, str]] = {
     "hot_spot": ("a worker is loaded far above the others", "a worker is no longer loaded far above the others"),
     "kernels": ("a worker computes without compiled kernels", "no longer: it computes with them or has left"),
     "left_out": ("a worker is left out", "a worker is no longer left out"),
-    "link": ("a link between workers loses large packets", "a link between workers carries large packets again"),
+    "link": ("a link between workers is slow or loses large packets", "a link between workers works again"),
     "log": ("log lines are lost", "log can be written again"),
     "missing": ("there are fewer workers than expected", "there are as many workers as expected"),
     "quarantine": ("requests are in quarantine", "no request is in quarantine any longer"),

@@ -7,7 +7,7 @@ last member. Where more than that is broken, the fault is elsewhere, or there is
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from services.runtime.breaker import MAX_OPEN_S, Breaker, CircuitState
+from services.runtime.breaker import MAX_ERRORS, MAX_OPEN_S, WINDOW_S, Breaker, CircuitState
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -15,9 +15,17 @@ FORGET_AFTER_S = 600.0
 
 
 class Breakers:
-    """All breakers of one gateway; `max_open_s` and `max_probation_s` are those of each."""
+    """All breakers of one gateway. The parameters are those of each breaker."""
 
-    def __init__(self, *, max_open_s: float = MAX_OPEN_S, max_probation_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_errors: int = MAX_ERRORS,
+        window_s: float = WINDOW_S,
+        max_open_s: float = MAX_OPEN_S,
+        max_probation_s: float = 0.0,
+    ) -> None:
+        self._max_errors, self._window_s = max_errors, window_s
         self._max_open_s = max_open_s
         self._max_probation_s = max_probation_s
         self._breakers: dict[Hashable, Breaker] = {}
@@ -93,6 +101,10 @@ class Breakers:
         if breaker is not None:
             breaker.abandoned()
 
+    def forget(self, key: Hashable) -> None:
+        """Drops a breaker and the errors that it has counted."""
+        self._breakers.pop(key, None)
+
     def _in_order(self, keys: Iterable[Key]) -> list[Key]:
         return sorted(keys, key=lambda key: self._breakers[key].opened_at_s or 0.0)
 
@@ -100,8 +112,12 @@ class Breakers:
         breaker = self._breakers.get(key)
         if breaker is None:
             self._forget_old(now_s)
-            breaker = Breaker(max_open_s=self._max_open_s, max_probation_s=self._max_probation_s)
-            self._breakers[key] = breaker
+            breaker = self._breakers[key] = Breaker(
+                max_errors=self._max_errors,
+                window_s=self._window_s,
+                max_open_s=self._max_open_s,
+                max_probation_s=self._max_probation_s,
+            )
         return breaker
 
     def _forget_old(self, now_s: float) -> None:

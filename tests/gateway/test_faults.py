@@ -185,8 +185,8 @@ async def test_failed_attempt_is_tried_again(make_system, worker_type, pair, err
     assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
     attempts = system.workers["decode-0"].attempts
     assert [attempt.key[1] for attempt in attempts] == [1, 2]
-    # Workers that do not fit are not paired again; the decode worker then does the whole work.
-    assert attempts[1].request.local_prefill == isinstance(error, LayoutMismatch)
+    # A pair that failed the request is not used again. The decode worker then does the whole work.
+    assert attempts[1].request.local_prefill == (not isinstance(error, InternalError))
     await system.until(lambda: attempts[0].key in system.workers["decode-0"].cancelled)
 
 
@@ -194,15 +194,14 @@ async def test_attempts_are_limited(make_system, worker_type, pair):
     system = await make_system()
 
     async def fails(attempt):
-        attempt.fail(TransferFailed("the handoff broke"))
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(WorkerUnavailable("no more"))
 
-    await system.add(worker_type("prefill", "prefill-0", fails))
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("decode", "decode-0", fails))
     response = await system.complete(max_tokens=100)
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == "transfer_failed"
+    assert response.json()["error"]["code"] == "worker_unavailable"
     assert len(system.workers["decode-0"].attempts) == 3
-    await system.until(lambda: len(system.workers["decode-0"].cancelled) == 3)
 
 
 async def test_gap_is_a_failure_and_never_shown(make_system, worker_type, pair, answer):
@@ -1038,10 +1037,10 @@ async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pai
     system = await make_system(max_request_s=0.5, failover_wait_s=60.0)
 
     async def fails(attempt):
-        attempt.fail(TransferFailed("the way broke"))
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(WorkerUnavailable("no more"))
 
-    await system.add(worker_type("prefill", "prefill-0", fails))
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("decode", "decode-0", fails))
     assert (await system.complete(max_tokens=100)).status_code == 504
 
 
@@ -1117,7 +1116,7 @@ async def test_a_way_that_is_cut_is_gone_around(make_system, worker_type, pair):
         await system.add(worker_type("decode", f"decode-{number}", pair.decode))
     for _ in range(20):
         assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
-    assert len(tried) == 3
+    assert sum(not attempt.key[0].startswith("trial-") for attempt in tried) == 2
 
 
 async def test_the_last_worker_is_never_left_alone(make_system, worker_type, pair):

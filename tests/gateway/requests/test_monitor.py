@@ -125,18 +125,6 @@ async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, c
         await until_circuit(system, worker_id, "closed")
 
 
-async def test_pairs_that_are_kept_apart_are_shown(breakable):
-    system, _ = breakable
-    dispatcher = system.gateway.requests._dispatcher
-    for _ in range(3):
-        dispatcher._breakers.failed(("prefill-0", "decode-1"), dispatcher._clock.monotonic())
-    (pair,) = (await system.http.get("/cluster")).json()["cut_pairs"]
-    assert (pair["prefill_id"], pair["decode_id"], pair["state"]) == ("prefill-0", "decode-1", "open")
-    dispatcher._breakers.trip(("prefill-1", "decode-1"), dispatcher._clock.monotonic())
-    states = [pair["state"] for pair in (await system.http.get("/cluster")).json()["cut_pairs"]]
-    assert states == ["open", "suspected"], "there is no other way to it"
-
-
 async def test_what_workers_count_is_shown_at_the_gateway(make_system, worker_type, pair_type):
     system = await make_system()
     worker = worker_type("decode", "decode-0", pair_type([5, 6, 7]).decode)

@@ -259,11 +259,11 @@ def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
 
 def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
     slow = CircuitReport("d", "open", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
-    pair = CutPairReport("p", "d", "suspected", "the link is down", 4.0)
+    pair = CutPairReport("p", "d", "open", "the link is down", 4.0)
     scene.told = {"circuit": circuits([slow], [pair])}
     assert scene.look() == {
         ("circuit", "d"): "it is kept from work: slow: 6 times as long as the others (since 3 s, 2 times lately)",
-        ("circuit", "p to d"): "the way is used all the same: the link is down (since 4 s)",
+        ("circuit", "p to d"): "the pair is blocked: the link is down (since 4 s)",
     }
     assert "trials" in scene.watch.troubles.of("circuit")[0].remedy
     scene.told = {"circuit": {}}

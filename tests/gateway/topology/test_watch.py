@@ -108,6 +108,7 @@ def test_a_probe_of_some_milliseconds_may_take_some_more(took_s, is_good):
         attempt.prompt_sent("a", 0.01)
         clock.now_s += took_s
         attempt.note_prompt_done()
+        attempt.note_handed_off()
         attempt.end()
         clock.now_s += 1.0
     watch.usable(GROUP)
