@@ -29,8 +29,8 @@ COLUMNS = (
     "gap_s",
     "wait_s",
     "named_s",
-    "late_s",
     "others",
+    "before",
 )
 _WORKER = re.compile(r"\b(?:prefill|decode)-\d+\b")
 

@@ -13,7 +13,19 @@ import pytest
 from tests.faults.harness import REPOSITORY
 from tests.faults.report import Row
 from tests.machines.network import Network, NotPermitted
-from tests.machines.pairs import FAULTS, MODES, PAIRS, Evidence, PairScenario, Stream, accused, judge, ruleset, table
+from tests.machines.pairs import (
+    COLUMNS,
+    FAULTS,
+    MODES,
+    PAIRS,
+    Evidence,
+    PairScenario,
+    Stream,
+    accused,
+    judge,
+    ruleset,
+    table,
+)
 
 PAIR = ("prefill-0", "decode-1")
 NAME = " to ".join(PAIR)
@@ -52,6 +64,7 @@ def test_a_failure_that_is_soon_named_and_delays_nobody_keeps_every_bound() -> N
     assert row.is_good, row.problems
     assert (row.figures["gap_s"], row.figures["wait_s"], row.figures["named_s"]) == ("1.4", "1.6", "0.4")
     assert "ok" in table([row]).splitlines()[1].split()
+    assert row.figures.keys() >= set(COLUMNS) - {"answers", "lost", "different"}
 
 
 @pytest.mark.parametrize(
