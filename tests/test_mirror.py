@@ -126,6 +126,7 @@ WHOLE = {
     "gateway/openai/test_prompt_logprobs.py",
     "gateway/test_adapters.py",
     "gateway/test_adoption.py",
+    "gateway/test_background_tasks.py",
     "gateway/test_bad_input.py",
     "gateway/test_books.py",
     "gateway/test_cached_tokens.py",

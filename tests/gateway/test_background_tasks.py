@@ -1,4 +1,4 @@
-"""Each background task of a gateway goes on after an unexpected error, and /cluster shows one that keeps failing."""
+"""Each background task of a gateway is restarted after an error, and /cluster shows one that keeps failing."""
 
 import ast
 from types import SimpleNamespace
