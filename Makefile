@@ -23,7 +23,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat compat test test-all test-timing test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat compat test test-all test-timing test-faults test-machines test-parallel test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-seeds bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -65,6 +65,9 @@ compat: install-dev ## other people's clients and suites against one `tandem up`
 
 test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+
+test-parallel: install-dev ## responses of workers of several ranks against those of one process, degree by degree; half an hour (ARGS: flags; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.parallel_sweep $(ARGS)
 
 test-machines: install-dev ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)

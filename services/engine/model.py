@@ -297,7 +297,7 @@ def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:
 
 
 def _find_kernels() -> tuple[Kernels | None, str]:
-    """Returns the CPU kernels, or why there are none."""
+    """Returns the CPU kernels and an empty string, or None and the reason."""
     try:
         return load_kernels(), ""
     except KernelsUnavailable as error:

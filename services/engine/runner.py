@@ -80,10 +80,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Does the rest of `run`, mostly without the interpreter's lock.
-
-        Returns after the last write of every rank and of the device: callers report the step's pages as complete.
-        """
+        """Does the rest of `run`. Returns after the last write of every rank and device: pages are reported then."""
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":

@@ -291,8 +291,8 @@ STORE = (
         for_="5m",
         severity="warning",
         summary="the gateways know of a trouble: {{ $labels.kind }}",
-        meaning="A background task keeps failing, a clock is wrong, a worker is excluded or unreachable, a link loses "
-        "packets, or Redis needs care.",
+        meaning="A background task keeps failing, a clock is wrong, a worker keeps failing, is excluded or unreachable, "
+        "a link loses packets, a log cannot be written, or Redis needs care.",
         look=_LOOK,
         action="What `tandem doctor` says.",
     ),
