@@ -28,7 +28,7 @@ from services.cluster.placements import (
     can_reach,
 )
 from services.cluster.redis_store import Store
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
 from tests.stopwatch import Stopwatch
@@ -415,3 +415,14 @@ async def exists(placements: PlacementStore, request_id: str) -> bool:
         return await placements.get(request_id) is not None
     except StoreUnavailable:
         return False
+
+
+async def test_placements_that_redis_refuses_are_dropped(placements: PlacementStore) -> None:
+    async def refuse(*args: object, **kwargs: object) -> list[int]:
+        raise StoreRefused("no")
+
+    placements.move_many = refuse  # type: ignore[method-assign]
+    writer = PlacementWriter(placements)
+    writer.post(Placement("r", 1, State.QUEUED, GATEWAY))
+    await writer.flush()
+    assert (writer.num_pending, writer.num_dropped) == (0, 1)
