@@ -71,6 +71,7 @@ TESTED_BY = {
     "gateway/requests/observer.py": "gateway/observability/test_request_log.py",
     "gateway/requests/placing.py": "gateway/test_wishes.py",
     "gateway/stored/service.py": "gateway/stored/test_keeping.py",
+    "services/cluster/answer_records.py": "services/cluster/test_answers.py",
     "services/cluster/answer_scripts.py": "services/cluster/test_answers.py",
     "services/cluster/wakeups.py": "services/cluster/test_registry.py",
     "gateway/topology/views.py": "gateway/topology/test_members.py",

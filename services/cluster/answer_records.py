@@ -67,7 +67,7 @@ local waiting_prefix, running_prefix, evictable = KEYS[6], KEYS[7], KEYS[8]
 local function key_of(name) return file_prefix .. name end
 local function events_key(name) return file_prefix .. name .. ':events' end
 
--- Token, number of pieces, their bytes and the rest of a value; nil and the value if it is not in pieces.
+-- Token, number of pieces, their bytes and the rest of a value. The token is nil if the value is in one piece.
 local function parts_of(value)
   if string.byte(value or '', 1) ~= 0 then return nil, 0, 0, value or '' end
   return string.sub(value, 2, 33), tonumber(string.sub(value, 34, 38)), tonumber(string.sub(value, 39, 48)),
@@ -141,7 +141,7 @@ local function enlist(name, tenant, score, life_ms)
   redis.call('PEXPIRE', evictable, {QUEUE_TTL_MS})
 end
 
--- Keeps an answer from being evicted. Returns its score and the rest of the list's life, or nil if it is not in the list.
+-- Keeps an answer from being evicted. Returns its score (nil if it is not in the list) and the TTL of the list in ms.
 local function unlist(name, tenant)
   local names = files_prefix .. tenant
   local score, left_ms = redis.call('ZSCORE', names, name), redis.call('PTTL', names)
@@ -167,7 +167,7 @@ local function num_running(tenant)
   return redis.call('ZCARD', list)
 end
 
--- Evicts answers until there is room. Returns nil then, and otherwise why there is none.
+-- Evicts answers until there is room. Returns nil then, and otherwise the reason.
 local function make_room(tenant, num_bytes, num_answers, max_tenant_bytes, max_all_bytes)
   local is_behind = sweep()
   for _ = 1, {MAX_DROPPED} do

@@ -5,15 +5,19 @@ from services.cluster.files import OVERHEAD_BYTES, SWEEP, UPLOAD_TTL_S
 from services.cluster.pending_work import WAITING
 from services.cluster.redis_store import Script
 
-# ARGV: token, tenant, bounds, number of the piece, piece. Stores a piece of a value that is not part of an answer yet.
+# ARGV: token, tenant, bounds, name, number of the piece, piece. Stores a piece of a value that will be part of the
+# answer of that name. It does not evict that answer, and counts on the room that the answer's present values take.
 STAGE = Script(
     COMMON
     + f"""
-local token, tenant, max_tenant_bytes, max_all_bytes, number, piece = unpack(ARGV)
+local token, tenant, max_tenant_bytes, max_all_bytes, name, number, piece = unpack(ARGV)
 local num_pieces = redis.call('LLEN', key_of(token))
 if num_pieces > tonumber(number) then return '{AnswerReply.DONE}' end
 if num_pieces < tonumber(number) then return '{AnswerReply.LOST}' end
-local lacks = make_room(tenant, #piece, number == '0' and 1 or 0, max_tenant_bytes, max_all_bytes)
+local score, left_ms = unlist(name, tenant)
+local held = score and counted_bytes(name) or 0
+local lacks = make_room(tenant, #piece, number == '0' and 1 or 0, max_tenant_bytes + held, max_all_bytes + held)
+if score then enlist(name, tenant, score, left_ms) end
 if lacks then return lacks end
 redis.call('RPUSH', key_of(token), piece)
 redis.call('PEXPIRE', key_of(token), {round(UPLOAD_TTL_S * 1000)})
@@ -146,8 +150,7 @@ end)
 )
 
 # ARGV: name, bounds, items of JSON with commas between them, life in s, most bytes of document and input, a new token.
-# Adds them to the input, which is a list. HELD: the end of it has exactly these already, since an earlier call has timed
-# out.
+# Adds them to the input, which is a list. HELD: its end has exactly these already, since an earlier call has timed out.
 APPEND = Script(
     COMMON
     + f"""
@@ -221,7 +224,7 @@ return '{AnswerReply.DONE}'
 
 FIND_WAITING = Script(COMMON + WAITING)
 
-# ARGV: owner, lease in ms, queue, tenant. Answers name, fields, number of events and the last event of what was claimed.
+# ARGV: owner, lease in ms, queue, tenant. Returns name, fields, number of events and last event of what was claimed.
 CLAIM = Script(
     COMMON
     + """

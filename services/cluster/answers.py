@@ -8,9 +8,10 @@ that no tenant's ids meet another's. Knows neither what is in a document nor how
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from services.cluster.answer_records import INLINE_BYTES, INLINE_EVENT_BYTES, REFERENCE_BYTES, AnswerReply
 from services.cluster.answer_scripts import (
@@ -135,8 +136,9 @@ class AnswerStore:
 
     async def put(self, tenant: str, answer_id: str, *, document: bytes, input_items: bytes) -> AnswerReply:
         """Keeps a complete answer, in place of one that has its id and is not in the background."""
-        async with self._staging(tenant) as staging:
-            args = (name_of_answer(tenant, answer_id), tenant, answer_id, round(self.life_s), *self._bounds)
+        name = name_of_answer(tenant, answer_id)
+        async with self._staging(tenant, name) as staging:
+            args = (name, tenant, answer_id, round(self.life_s), *self._bounds)
             values = [await staging.reference(value) for value in (document, input_items)]
             return staging.checked(await self._with_room(PUT, (*args, *values)))
         return staging.refusal
@@ -145,10 +147,10 @@ class AnswerStore:
         self, tenant: str, answer_id: str, *, order: BackgroundOrder, document: bytes, input_items: bytes
     ) -> AnswerReply:
         """Keeps an answer that is to be generated. HELD: it was ordered before; FENCED: its id is another's."""
-        life_s = round(self.life_s + BACKGROUND_S)
-        args = (name_of_answer(tenant, answer_id), tenant, answer_id, life_s, *self._bounds)
+        life_s, name = round(self.life_s + BACKGROUND_S), name_of_answer(tenant, answer_id)
+        args = (name, tenant, answer_id, life_s, *self._bounds)
         kept = (int(order.keeps_events), order.num_earlier, order.regions)
-        async with self._staging(tenant) as staging:
+        async with self._staging(tenant, name) as staging:
             values = [await staging.reference(value) for value in (document, input_items, order.body)]
             asked = (order.digest, order.key_digest, values[2], order.headers, *kept)
             return staging.checked(await self._with_room(PUT, (*args, *values[:2], *asked)))
@@ -163,7 +165,9 @@ class AnswerStore:
                 return None
             values = await self._resolved(document, input_items)
             if values is not None:
-                return StoredAnswer(*values, state.decode(), bool(digest), has_events == b"1", stamp or b"")
+                return StoredAnswer(
+                    values[0], values[1], state.decode(), bool(digest), has_events == b"1", stamp or b""
+                )
         raise StoreUnavailable("a stored answer changed each time it was read")
 
     async def change(
@@ -183,7 +187,7 @@ class AnswerStore:
     ) -> AnswerReply:
         name, life = name_of_answer(tenant, answer_id), "" if life_s is None else life_s
         document = read.document if values[0] is None else values[0]
-        async with self._staging(tenant) as staging:
+        async with self._staging(tenant, name) as staging:
             given = [await staging.reference(value) for value in (document, values[1]) if value is not None]
             args = (name, read.stamp, *self._bounds, life, *given)
             return staging.checked(await self._with_room(CHANGE, args))
@@ -258,8 +262,9 @@ class AnswerStore:
 
     async def cancel(self, tenant: str, answer_id: str, *, document: bytes) -> AnswerReply:
         """Ends an answer in the background with this document. FENCED: it is over."""
-        async with self._staging(tenant) as staging:
-            args = (name_of_answer(tenant, answer_id), await staging.reference(document), round(self.life_s))
+        name = name_of_answer(tenant, answer_id)
+        async with self._staging(tenant, name) as staging:
+            args = (name, await staging.reference(document), round(self.life_s))
             return staging.checked(await self._with_room(CANCEL, args))
         return staging.refusal
 
@@ -305,12 +310,12 @@ class AnswerStore:
     ) -> AnswerReply:
         """Adds events to those that are known to be kept, and with a document ends the answer.
 
-        The events are written in bounded portions, in order. A reader may see the first portions alone, and the document
-        only with all events. May be repeated after StoreUnavailable, with the same events. GONE: the answer, or events
-        of it, are lost. `beyond_room`: the quotas do not apply, for the reason why an answer has failed.
+        The events are written in bounded portions, in order. A reader may see the first portions alone, but the
+        document only with all events. The call may be repeated after StoreUnavailable, with the same events. GONE: the
+        answer, or events of it, are lost. `beyond_room` ignores the quotas, for the reason of a failure.
         """
         bounds = (2**53, 2**53) if beyond_room else self._bounds
-        async with self._staging(answer.tenant, bounds) as staging:
+        async with self._staging(answer.tenant, answer.name, bounds) as staging:
             given = [await staging.reference(event, INLINE_EVENT_BYTES) for event in events]
             end = await staging.reference(document) if document else b""
             first = answer.num_events
@@ -351,18 +356,8 @@ class AnswerStore:
         queues = (keys.waiting_answers_prefix, keys.running_answers_prefix, keys.evictable_answers)
         return await self._store.run(script, (keys.answer_prefix, keys.answers_prefix, *accounts, *queues), args)
 
-    @contextlib.asynccontextmanager
-    async def _staging(self, tenant: str, bounds: tuple[int, int] | None = None) -> "AsyncIterator[_Staging]":
-        """Drops the staged pieces that have not become part of an answer. Ends the block at a refusal of a piece."""
-        staging = _Staging(self, tenant, bounds or self._bounds)
-        try:
-            yield staging
-        except _StageRefused:
-            pass
-        finally:
-            if staging.tokens:
-                with contextlib.suppress(StoreUnavailable):  # they expire
-                    await self._run(UNSTAGE, staging.tokens)
+    def _staging(self, tenant: str, name: str, bounds: tuple[int, int] | None = None) -> "_Staging":
+        return _Staging(self, (tenant, *(bounds or self._bounds), name))
 
     async def _resolved(self, *values: bytes) -> list[bytes] | None:
         """Returns values in one piece each. Returns None if Redis no longer has some pieces."""
@@ -385,27 +380,41 @@ class _StageRefused(Exception):
 
 
 class _Staging:
-    """The long values of one write, whose pieces are stored before it."""
+    """The long values of one write, whose pieces are stored before it.
 
-    def __init__(self, store: AnswerStore, tenant: str, bounds: tuple[int, int]) -> None:
-        self.tokens: list[str] = []
+    `target` is the tenant, the bounds, and the name of the answer. A piece that is refused ends the block. At the end
+    of the block, the pieces that have not become part of an answer are dropped.
+    """
+
+    def __init__(self, store: AnswerStore, target: tuple[str, int, int, str]) -> None:
         self.refusal = AnswerReply.DONE
-        """The reply to a piece that was refused."""
+        """The reply to the piece that was refused."""
         self._store = store
-        self._tenant = tenant
-        self._bounds = bounds
+        self._target = target
+        self._tokens: list[str] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if self._tokens:
+            with contextlib.suppress(StoreUnavailable):  # they expire
+                await self._store._run(UNSTAGE, self._tokens)
+        return isinstance(exc, _StageRefused)
 
     async def reference(self, value: bytes, inline_bytes: int = INLINE_BYTES) -> bytes:
         """Returns the value as a script takes it, and stores its pieces if it is long. Raises _StageRefused."""
         if len(value) <= inline_bytes:
             return value
         token = secrets.token_hex(16)
-        self.tokens.append(token)
+        self._tokens.append(token)
         # The end stays with the answer, so that an append has something to replace.
         starts = range(0, len(value) - 1, INLINE_BYTES)
         for number, start in enumerate(starts):
             piece = value[start : min(start + INLINE_BYTES, len(value) - 1)]
-            reply = await self._store._with_room(STAGE, (token, self._tenant, *self._bounds, number, piece))
+            reply = await self._store._with_room(STAGE, (token, *self._target, number, piece))
             if reply is not AnswerReply.DONE:
                 self.refusal = self.checked(reply)
                 raise _StageRefused

@@ -36,7 +36,7 @@ from services.cluster.redis_store import Store
 
 LEASE_S = 6.0
 """Seconds that a dead owner's batch waits before another gateway continues it."""
-MAX_RECORDED = 100
+MAX_RECORDED = 40
 """Most results that one script records."""
 BATCH_TTL_S = 31 * 86_400.0
 

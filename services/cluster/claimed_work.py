@@ -33,7 +33,7 @@ class Left(Exception):
 
 
 async def until_answered(call: Callable[[], Awaitable[T]], *, timeout_s: float | None = None) -> T:
-    """Repeats a command until Redis replies. The command must be safe to repeat, since it may have run before a time-out.
+    """Repeats a command until Redis replies. The command must be safe to repeat: it may have run before a time-out.
 
     Raises StoreRefused at once if Redis refuses the command, and StoreUnavailable if it has not replied after
     `timeout_s`. Without `timeout_s` it continues until it is cancelled.

@@ -104,9 +104,12 @@ class FileStore:
         return data
 
     async def read(self, file_id: str, start: int, num_bytes: int) -> bytes:
-        """`num_bytes` from `start` on of a complete file that a client has sent; fewer: the file is gone."""
-        data: bytes = await self.run(_READ, (file_id, start, num_bytes, CHUNK_BYTES))
-        return data
+        """Returns `num_bytes` from `start` on of a complete file that a client has sent, or fewer if it is gone."""
+        pieces = [
+            await self.run(_READ, (file_id, at, min(CHUNK_BYTES, start + num_bytes - at), CHUNK_BYTES))
+            for at in range(start, start + num_bytes, CHUNK_BYTES)
+        ]
+        return b"".join(pieces)
 
     async def page(
         self, tenant: str, *, after: str = "", limit: int = MAX_PAGE, newest_first: bool = True, purpose: str = ""
@@ -314,7 +317,10 @@ end
 return table.concat(parts)
 """
 )
-SWEEP = f"local is_behind = sweep() return {{tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0), is_behind and 1 or 0}}"
+SWEEP = f"""
+local is_behind = sweep()
+return {{tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0), is_behind and 1 or 0}}
+"""
 _SWEEP = Script(COMMON + SWEEP)
 _TOTAL = Script(COMMON + "return tonumber(redis.call('HGET', totals, ARGV[1]) or 0)")
 

@@ -299,7 +299,7 @@ class Keys:
         NAME:events  list of the events of its stream
         TOKEN        list of the pieces of a long document, input, body or event, see `services.cluster.answer_records`
 
-        All of them expire together: --stored-answer-s after the answer is complete, and an hour later where it never is.
+        All of them expire together: --stored-answer-s after the answer is complete, and an hour later if it never is.
         """
         return self.prefix + "answer:"
 

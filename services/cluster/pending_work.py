@@ -1,8 +1,8 @@
 """Work in Redis that waits for a gateway to claim it: queues by region and tenant, and the fair choice among them.
 
-A piece of work waits in the queue of each region that it is pinned to, or in ANYWHERE. A queue lists tenants by the time
-since when their oldest piece may be claimed, and each tenant has a list of its own. So the oldest piece that a gateway
-may claim is found without a look at the pieces of other regions or of tenants that have their fill.
+A piece of work waits in the queue of each region that it is pinned to, or in ANYWHERE. A queue orders the tenants by
+the time at which their oldest piece became claimable. Each tenant has a list in each queue. So a gateway finds the
+oldest piece that it may claim without reading the pieces of other regions, or more than one piece of each tenant.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -20,8 +20,8 @@ QUEUE_TTL_MS = 60 * 86_400_000
 
 T = TypeVar("T")
 
-# Expects `waiting_prefix`, `now_ms` and `whole`. `wait_until` sets the time in unix ms from which a piece may be claimed,
-# `end_wait` removes it. `oldest_of` returns the oldest piece of a tenant that may be claimed now, or nil.
+# Expects `waiting_prefix`, `now_ms` and `whole`. `wait_until` sets the time in unix ms from which a piece may be
+# claimed, and `end_wait` removes the piece. `oldest_of` returns a tenant's oldest piece that is claimable now, or nil.
 QUEUES = f"""
 local function queues_of(regions)
   local queues = {{}}
@@ -67,8 +67,8 @@ local function oldest_of(queue, tenant, record_prefix)
 end
 """
 
-# ARGV: region or nothing, number of tenants to skip. Returns for each queue of the region the tenants with work that may
-# be claimed and the time since when, the oldest first.
+# ARGV: region or nothing, number of tenants to skip. Returns for each queue of the region the tenants with claimable
+# work and the time since when it is, the oldest first.
 WAITING = f"""
 local pages = {{}}
 for _, queue in ipairs(ARGV[1] == '' and {{'{ANYWHERE}'}} or {{'{ANYWHERE}', ARGV[1]}}) do
@@ -87,7 +87,7 @@ async def claim_oldest(
     busy_tenants: Collection[str],
     full_tenants: Collection[str],
 ) -> T | None:
-    """Claims the oldest piece of work, that of `busy_tenants` last and none of `full_tenants`. Returns None without one.
+    """Claims the oldest piece of work: of `busy_tenants` last, of `full_tenants` none. Returns None without any.
 
     `waiting` runs WAITING for `region` with a number of tenants to skip. `claim` claims the oldest piece of a tenant in
     the queue of a region.

@@ -17,6 +17,7 @@ import msgspec
 
 from services.cluster.redis_store import Script, Store
 from services.runtime.background_tasks import supervise
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from services.runtime.errors import StoreUnavailable
 
 ACTIVE_TTL_S = 3600.0
@@ -263,7 +264,12 @@ class PlacementWriter:
 
     async def _write_batch(self) -> None:
         taken = list(itertools.islice(self._pending.values(), MAX_BATCH))
-        fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
+        fenced: list[int] = []
+        try:
+            fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
+        except StoreRefused as error:
+            self.num_dropped += len(taken)
+            logger.error("placements refused", extra={"num_placements": len(taken), "reason": str(error)})
         for placement in taken:
             if self._pending[placement.request_id] is placement:  # or something later has been posted since
                 del self._pending[placement.request_id]

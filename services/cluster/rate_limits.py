@@ -14,7 +14,10 @@ when that is back. A Redis that forgets gives every tenant a full bucket.
 import asyncio
 import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -42,6 +45,10 @@ FLUSH_DELAY_S = 0.005
 """What ends within this time is written together."""
 MAX_RELEASES = 4096
 """Releases that one tenant may have waiting while Redis is away; further holds expire by themselves."""
+
+MAX_SETTLE_STEPS = 500
+"""Most tenants and names that one script settles, where a tenant counts as TENANT_STEPS."""
+TENANT_STEPS = 10
 
 _UNLIMITED = -1
 
@@ -137,6 +144,18 @@ class _Parcel:
     """The part of `costs` that was taken while Redis was away."""
     releases: set[str]
     renewals: set[str]
+
+    def parts(self) -> "Iterator[_Parcel]":
+        """Yields parcels that one script settles each. The first of them has the costs."""
+        releases, renewals = iter(self.releases), iter(self.renewals)
+        part = _Parcel(self.costs, self.alone_costs, set(), set())
+        while True:
+            part.releases.update(islice(releases, MAX_SETTLE_STEPS // 2))
+            part.renewals.update(islice(renewals, MAX_SETTLE_STEPS // 2))
+            if part.costs is not self.costs and not part.releases and not part.renewals:
+                return
+            yield part
+            part = _Parcel({}, {}, set(), set())
 
 
 @dataclass(slots=True)
@@ -413,26 +432,45 @@ class Limiter:
                     del self._tenants[name]
                 continue
             parcel = tenant.pack(self._clock.monotonic(), renews=renews, leaves=leaves)
-            if parcel is not None:
-                costs = (parcel.costs.get(REQUESTS, 0.0), parcel.costs.get(TOKENS, 0.0))
-                rows.append((name, *_bucket_args(tenant.limits), *costs, list(parcel.releases), list(parcel.renewals)))
-                sent.append((tenant, parcel))
+            for part in () if parcel is None else parcel.parts():
+                costs = (part.costs.get(REQUESTS, 0.0), part.costs.get(TOKENS, 0.0))
+                rows.append((name, *_bucket_args(tenant.limits), *costs, list(part.releases), list(part.renewals)))
+                sent.append((tenant, part))
         if not rows and not renews and not leaves:
             return
-        keys = self._store.keys
-        lasts_ms = round(HOLD_TTL_S * 1000)
-        args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
+        num_sent = 0
         try:
-            num_gateways = await self._store.run(SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+            for portion in _portions(rows):
+                num_gateways = await self._settle(portion, leaves=leaves)
+                for tenant, parcel in sent[num_sent : num_sent + len(portion)]:
+                    tenant.end_alone(parcel, self._clock.monotonic())
+                num_sent += len(portion)
         except BaseException as error:
-            for tenant, parcel in sent:
+            for tenant, parcel in sent[num_sent:]:
                 tenant.unpack(parcel)
                 if isinstance(error, StoreUnavailable):
                     self._go_alone(tenant)
             raise
         self.num_gateways = max(1, num_gateways)
-        for tenant, parcel in sent:
-            tenant.end_alone(parcel, self._clock.monotonic())
+
+    async def _settle(self, rows: Sequence[tuple[Any, ...]], *, leaves: bool) -> int:
+        """Sends one portion of rows, and returns the number of gateways. Raises StoreUnavailable."""
+        keys, lasts_ms = self._store.keys, round(HOLD_TTL_S * 1000)
+        args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
+        num_gateways: int = await self._store.run(SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+        return num_gateways
+
+
+def _portions(rows: Sequence[tuple[Any, ...]]) -> Iterator[Sequence[tuple[Any, ...]]]:
+    """Yields the rows in portions of which one script does not take long, at least one portion."""
+    start = num_steps = 0
+    for index, row in enumerate(rows):
+        row_steps = TENANT_STEPS + len(row[-2]) + len(row[-1])
+        num_steps += row_steps
+        if index > start and num_steps > MAX_SETTLE_STEPS:
+            yield rows[start:index]
+            start, num_steps = index, row_steps
+    yield rows[start:]
 
 
 def _rate(limit: int, level: float, full: float) -> Rate:

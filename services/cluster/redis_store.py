@@ -291,9 +291,8 @@ def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
         return StoreUnavailable("Redis did not answer in time")
     if not isinstance(error, RedisError | OSError):
         raise error
+    unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
     if is_permanent(error):
         unavailable = StoreRefused(f"Redis refused a command: {error!s:.200}")
-    else:
-        unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
     unavailable.__cause__ = error
     return unavailable

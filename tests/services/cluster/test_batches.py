@@ -31,6 +31,7 @@ from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import CHUNK_BYTES, OVERHEAD_BYTES, FilesFull, FileStore, Room, new_id
 from services.cluster.keys import Keys
 from services.cluster.redis_store import Store
+from tests.services.cluster.test_answers import calls_inside
 
 KEYS = Keys("test")
 
@@ -462,3 +463,19 @@ def test_whoever_dies_and_whatever_comes_late_each_row_has_its_first_result(mach
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
+
+
+async def test_batches_that_others_have_cost_nothing(batches, client):
+    num_calls = {}
+    for num_others in (32, 320):
+        for number in range(num_others):
+            await create(batches, f"t{number // MAX_ACTIVE}", regions="eu")
+        before = calls_inside(client)
+        made = await create(batches, "ours", regions="us")
+        claimed = await batches.claim("me", region="us", full_tenants=["t0"])
+        assert claimed.id == made.id
+        await batches.release(claimed)
+        num_calls[num_others] = calls_inside(client) - before
+        for key in client.scan_iter("*"):
+            client.delete(key)
+    assert num_calls[320] <= num_calls[32]

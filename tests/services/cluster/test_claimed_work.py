@@ -6,6 +6,7 @@ import pytest
 
 from services.cluster import claimed_work
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from services.runtime.errors import StoreUnavailable
 from tests.waiting import until
 
@@ -188,3 +189,16 @@ async def test_a_command_without_an_answer_ends_after_its_time(monkeypatch: pyte
 
     with pytest.raises(StoreUnavailable):
         await until_answered(call, timeout_s=0.01)
+
+
+async def test_what_redis_refuses_is_not_repeated() -> None:
+    num_calls = 0
+
+    async def call() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise StoreRefused("no")
+
+    with pytest.raises(StoreRefused):
+        await until_answered(call)
+    assert num_calls == 1

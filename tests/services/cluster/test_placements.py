@@ -29,6 +29,8 @@ from services.cluster.placements import (
 )
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
+from services.cluster.redis_store import Store
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
@@ -419,3 +421,14 @@ async def exists(placements: PlacementStore, request_id: str) -> bool:
         return await placements.get(request_id) is not None
     except StoreUnavailable:
         return False
+
+
+async def test_placements_that_redis_refuses_are_dropped(placements: PlacementStore) -> None:
+    async def refuse(*args: object, **kwargs: object) -> list[int]:
+        raise StoreRefused("no")
+
+    placements.move_many = refuse  # type: ignore[method-assign]
+    writer = PlacementWriter(placements)
+    writer.post(Placement("r", 1, State.QUEUED, GATEWAY))
+    await writer.flush()
+    assert (writer.num_pending, writer.num_dropped) == (0, 1)

@@ -7,6 +7,7 @@ import os
 import signal
 from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -411,3 +412,27 @@ async def test_idle_tenants_are_forgotten_when_their_buckets_are_full(gateways):
     clock.advance(61)
     await limiter._write(renews=True)
     assert not limiter._tenants
+
+
+async def test_any_number_of_tenants_and_requests_is_settled_in_bounded_scripts(patient_store, monkeypatch):
+    sent = []
+    run = patient_store.run
+
+    async def counted(script, keys, args):
+        sent.append([len(row[-1]) + len(row[-2]) for row in msgspec.msgpack.decode(args[3])])
+        return await run(script, keys, args)
+
+    limiter, limits = Limiter(patient_store, gateway="g"), TenantLimits(1000, 10, 10_000)
+    for number in range(300):
+        limiter.settle(f"t{number}", limits, num_tokens=90)
+    for number in range(3 * rate_limits.MAX_SETTLE_STEPS):
+        limiter.hold("large", limits, f"r{number}")
+    monkeypatch.setattr(patient_store, "run", counted)
+    await limiter._write(renews=True)
+    assert max(sum(rows) + rate_limits.TENANT_STEPS * len(rows) for rows in sent) <= rate_limits.MAX_SETTLE_STEPS
+    assert sum(map(sum, sent)) == 3 * rate_limits.MAX_SETTLE_STEPS
+    monkeypatch.setattr(patient_store, "run", run)
+    assert [(await limiter.take(f"t{number}", limits)).tokens.remaining for number in (0, 299)] == [0, 0]
+    other = Limiter(patient_store, gateway="h")
+    refused = await other.take("large", TenantLimits(concurrency=3 * rate_limits.MAX_SETTLE_STEPS), hold="x")
+    assert refused.limit == CONCURRENCY
