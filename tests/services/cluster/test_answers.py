@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, AnswerReply
-from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
+from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder, name_of_answer
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
 
@@ -257,3 +257,8 @@ async def test_a_list_has_those_of_its_kind_in_the_order_of_their_making(answers
     monkeypatch.setattr("services.cluster.answers.MAX_ANSWER_BYTES", 1)
     assert await page(limit=7) == ([b"6", b"5"], True)
     assert await page(limit=7, after="x-5") == ([b"4", b"3"], True)
+
+
+def test_an_id_of_any_characters_has_a_name() -> None:
+    """JSON may hold half of a surrogate pair, which UTF-8 does not have."""
+    assert name_of_answer("t", "\ud800") != name_of_answer("t", "\ud801")
