@@ -440,7 +440,7 @@ def _portions(events: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 def name_of_answer(tenant: str, answer_id: str) -> str:
     """Returns 32 hex digits that stand for an answer of a tenant, whatever characters both have."""
-    return hashlib.sha256(f"{len(tenant)}:{tenant}:{answer_id}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{len(tenant)}:{tenant}:{answer_id}".encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def _claimed(name: str, fields: Mapping[str, bytes], *, num_events: int, last_event: bytes) -> ClaimedAnswer:

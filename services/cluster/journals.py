@@ -24,7 +24,6 @@ from services.cluster.journal_scripts import CLAIM, MAX_CHOICES, MAX_JOURNAL_BYT
 from services.cluster.redis_store import Store
 from services.runtime.background_tasks import supervise
 from services.runtime.errors import StoreRefused, StoreUnavailable
-from services.runtime.errors import StoreUnavailable
 
 VERSION = 1
 TTL_S = 600.0

@@ -18,7 +18,6 @@ import msgspec
 from services.cluster.redis_store import Script, Store
 from services.runtime.background_tasks import supervise
 from services.runtime.errors import StoreRefused, StoreUnavailable
-from services.runtime.errors import StoreUnavailable
 
 ACTIVE_TTL_S = 3600.0
 TERMINAL_TTL_S = 60.0

@@ -13,7 +13,7 @@ from services.cluster.answer_records import (
     MAX_SEEN,
     AnswerReply,
 )
-from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
+from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder, name_of_answer
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
 from tests.waiting import HANG_LIMIT_S
@@ -408,3 +408,8 @@ async def test_storing_costs_the_same_for_any_number_of_tenants(patient_store, c
         for key in client.scan_iter("*"):
             client.delete(key)
     assert num_calls[400] <= num_calls[20]
+
+
+def test_an_id_of_any_characters_has_a_name() -> None:
+    """JSON may hold half of a surrogate pair, which UTF-8 does not have."""
+    assert name_of_answer("t", "\ud800") != name_of_answer("t", "\ud801")

@@ -7,7 +7,6 @@ import pytest
 from services.cluster import claimed_work
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
 from services.runtime.errors import StoreRefused, StoreUnavailable
-from services.runtime.errors import StoreUnavailable
 from tests.waiting import until
 
 

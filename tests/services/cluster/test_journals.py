@@ -23,7 +23,6 @@ from services.cluster.journals import (
 from services.cluster.redis_store import Store
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreRefused, StoreUnavailable
-from services.runtime.errors import StoreUnavailable
 from tests.waiting import HANG_LIMIT_S, until
 
 NAME, OTHER_NAME = "a" * 32, "b" * 32

@@ -29,9 +29,7 @@ from services.cluster.placements import (
 )
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
-from services.cluster.redis_store import Store
 from services.runtime.errors import StoreRefused, StoreUnavailable
-from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
 from tests.waiting import HANG_LIMIT_S
