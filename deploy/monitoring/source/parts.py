@@ -291,7 +291,7 @@ STORE = (
         for_="5m",
         severity="warning",
         summary="the gateways know of a trouble: {{ $labels.kind }}",
-        meaning="A background task keeps failing, a clock is wrong, a worker keeps failing, is excluded or unreachable, "
+        meaning="A background task or a worker keeps failing, a clock is wrong, a worker is excluded or unreachable, "
         "a link loses packets, a log cannot be written, or Redis needs care.",
         look=_LOOK,
         action="What `tandem doctor` says.",
