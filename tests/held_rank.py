@@ -11,8 +11,9 @@ import pytest
 from services.engine.parallel import group
 from services.engine.parallel.processes import RankProcesses
 from services.engine.parallel.rank import _serve, run_rank
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 """Longest wait for the other side of the gate, in seconds."""
 _SETTING = "TANDEM_TEST_HELD_RANK"
 

@@ -19,8 +19,9 @@ from kv_transfer.transports.handshake import PADDING_BYTES
 from kv_transfer.transports.tcp import TcpTransport
 from services.runtime import dialling
 from services.runtime.errors import ChannelUnreachable, PeerUnreachable
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity
+from tests.kv_transfer.conftest import Pair, PairMaker, identity
 from tests.services.runtime.test_dialling import closed, listening, resolving, silent
+from tests.waiting import until
 
 ELSEWHERE = identity("prefill-0", host_id="elsewhere")
 
@@ -84,8 +85,8 @@ async def test_a_payload_port_that_opens_again_is_found_in_the_background(
         pair = await make_pair("auto", sender_identity=ELSEWHERE)
         with pytest.raises(ChannelUnreachable):
             await pair.reserve(16)
-        await eventually(lambda: len(openings) >= 2)
-    await eventually(lambda: bool(pair.links._links))
+        await until(lambda: len(openings) >= 2)
+    await until(lambda: bool(pair.links._links))
     num_openings = len(openings)
     await pair.assert_works()
     assert len(openings) == num_openings

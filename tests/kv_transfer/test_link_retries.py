@@ -10,7 +10,7 @@ from kv_transfer import link_retries
 from kv_transfer.link_retries import LinkKey, LinkRetries
 from services.runtime.clock import ManualClock
 from services.runtime.errors import ChannelUnreachable, LinkRefused, PeerUnreachable, StaleIncarnation, TandemError
-from tests.kv_transfer.conftest import eventually
+from tests.waiting import until
 
 KEY = ("10.0.0.7:50052", "a" * 32)
 
@@ -67,7 +67,7 @@ async def test_requests_get_the_error_of_the_last_try() -> None:
     first = retries.error_for(KEY)
     assert first is not None
     assert first.message == "closed"
-    await eventually(lambda: opener.num_tries >= 2)
+    await until(lambda: opener.num_tries >= 2)
     last = retries.error_for(KEY)
     assert last is not None
     assert last.message == "still closed"

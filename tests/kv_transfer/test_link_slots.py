@@ -17,7 +17,8 @@ from kv_transfer.send_link import SendLink
 from kv_transfer.sending import SendLinks
 from services.engine.cache.pages import PageAllocator
 from services.runtime.errors import LinkRefused
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity
+from tests.kv_transfer.conftest import Pair, PairMaker, identity
+from tests.waiting import until
 
 SenderMaker = Callable[[], Pair]
 
@@ -53,7 +54,7 @@ async def test_the_link_that_is_idle_longest_ends_before_the_limit_is_reached() 
     assert not any(link.num_asked for link in links)
     links += [await opened(slots, 90.0), await opened(slots, 91.0)]
     assert [link.idle_since_s for link in links if link.num_asked] == [3, 4]
-    await eventually(lambda: slots.num_claimed == 2 * KEPT_FREE - 2)
+    await until(lambda: slots.num_claimed == 2 * KEPT_FREE - 2)
 
 
 async def test_a_link_in_use_is_not_ended() -> None:
@@ -97,7 +98,7 @@ async def test_a_link_on_which_a_transfer_has_begun_is_replaced_by_another_one()
     slots: LinkSlots[Link] = LinkSlots(2)
     raced, other = await opened(slots, 1.0, is_deaf=True), await opened(slots, 2.0)
     claiming = asyncio.create_task(slots.claim())
-    await eventually(lambda: raced.num_asked == 1)
+    await until(lambda: raced.num_asked == 1)
     raced.is_leaving, raced.idle_since_s = False, None
     assert await claiming
     assert other.num_asked == 1

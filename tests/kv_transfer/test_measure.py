@@ -21,8 +21,9 @@ from kv_transfer.wire import from_wire, to_wire
 from protos import link_pb2_grpc
 from services.runtime.errors import ChannelUnreachable, LayoutMismatch, TransferFailed, WorkerUnavailable
 from services.runtime.rpc import make_channel
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity, make_pool
+from tests.kv_transfer.conftest import Pair, PairMaker, identity, make_pool
 from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
+from tests.waiting import HANG_LIMIT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,7 @@ async def test_what_was_measured_to_be_faster_is_taken(
     slow_down(monkeypatch, slow, 0.005)
     pair = await make_pair("auto")
     assert await measured_transport_of(pair) == expected
-    await eventually(lambda: len(pair.receiver._links) == 1)
+    await until(lambda: len(pair.receiver._links) == 1)
     assert pair.links._channels == {"decode-0": expected}
     assert not pair.links.counters[Reason.LINK_LOST]
 
@@ -133,7 +134,7 @@ async def test_a_transfer_that_has_begun_ends_on_its_link(
     assert len(pair.receiver._links) == 2
     begun.send(0, [4, 2, 7])
     await begun.seal(num_tokens=40, first_token_id=1, sampling_position=40)
-    await eventually(lambda: len(pair.receiver._links) == 1)
+    await until(lambda: len(pair.receiver._links) == 1)
     assert pair.links._channels == {"decode-0": "tcp"}
 
 
@@ -145,7 +146,7 @@ async def test_a_worker_that_leaves_ends_what_runs_on_a_replaced_link(
     begun = await pair.reserve(40)
     await asyncio.gather(*pair.links._improving)
     assert await transport_of(pair) == "tcp"
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await pair.links.close()
     assert isinstance(begun.error, WorkerUnavailable)
     await pair.wait_all_free()
@@ -185,7 +186,7 @@ async def test_a_worker_that_leaves_does_not_wait_for_its_measurement(
     monkeypatch.setattr(probing, "measure", hang)
     pair = await make_pair("auto")
     await transport_of(pair)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await pair.links.close()
     assert not pair.links._improving
 
@@ -250,7 +251,7 @@ async def test_where_nothing_can_be_opened_the_error_says_so(
     with pytest.raises(ChannelUnreachable, match=r"shm is out of order; tcp .* tcp is out of order"):
         await pair.reserve(40)
     monkeypatch.undo()
-    await eventually(lambda: bool(pair.links._links))
+    await until(lambda: bool(pair.links._links))
     await transport_of(pair)
 
 
@@ -297,7 +298,7 @@ async def test_a_sender_that_leaves_in_the_middle_does_not_keep_others_from_meas
         assert isinstance(from_wire(await call.read()), HelloAck)
         call.cancel()
         await channel.close()
-    assert await asyncio.wait_for(measured_transport_of(pair), 15) in ("shm", "tcp")
+    assert await asyncio.wait_for(measured_transport_of(pair), HANG_LIMIT_S) in ("shm", "tcp")
     (measured,) = (each for _, each in pair.links._dialler._measured.values())
     assert set(measured.bytes_per_s) == {"shm", "tcp"}
 

@@ -30,7 +30,8 @@ from services.runtime.errors import (
     TransferFailed,
 )
 from services.runtime.rpc import make_server
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually
+from tests.kv_transfer.conftest import Pair, PairMaker
+from tests.waiting import until
 
 PAGE_SIZE = 16
 TOKENS = list(range(100, 170))
@@ -110,7 +111,7 @@ async def test_pages_that_are_given_to_another_use_meanwhile_fail_the_transfer(m
     holder.may_find.clear()
     async with giving(holder) as at:
         asking = asyncio.create_task(ask(pair, at, TOKENS[:65]))
-        await eventually(lambda: bool(holder.asked))
+        await until(lambda: bool(holder.asked))
         pair.allocator.release(pair.allocator.allocate(pair.source.num_pages, state="used"))
         holder.may_find.set()
         with pytest.raises(TransferFailed):
@@ -130,9 +131,9 @@ async def test_whoever_stops_asking_ends_the_transfer(make_pair: PairMaker) -> N
         await asyncio.wait([asking])
         # The commit is on its way when the end is heard of: the target is told that it was in vain.
         machines = [link._machine for link in pair.receiver._links]
-        await eventually(lambda: any(each._given_up for machine in machines for each in machine.transfers))
+        await until(lambda: any(each._given_up for machine in machines for each in machine.transfers))
         pair.target.gates["commit"].set()
-        await eventually(lambda: len(pair.target.abandoned) == 1)
+        await until(lambda: len(pair.target.abandoned) == 1)
     await pair.wait_all_free()
 
 
@@ -142,7 +143,7 @@ async def test_a_worker_gives_few_at_a_time(make_pair: PairMaker) -> None:
     holder.may_find.clear()
     async with giving(holder) as at:
         asking = [asyncio.create_task(ask(pair, at, TOKENS[:65], name=f"r{i}")) for i in range(MAX_GIVING)]
-        await eventually(lambda: len(holder.asked) == MAX_GIVING)
+        await until(lambda: len(holder.asked) == MAX_GIVING)
         with pytest.raises(Overloaded):
             await ask(pair, at, TOKENS[:65], name="one more")
         holder.may_find.set()

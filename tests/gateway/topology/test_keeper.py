@@ -71,7 +71,7 @@ async def test_a_keeper_that_is_restarted_after_an_unexpected_error_uses_a_new_s
     with pytest.raises(KeyError):
         await keep_connected(member, new_session)
     assert not made
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await keep_connected(member, new_session)
     assert [member.session] == made, "a session cannot run twice"
     assert member.obstacle.cause == "gone"

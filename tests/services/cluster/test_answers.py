@@ -363,7 +363,7 @@ async def test_the_evictable_amount_follows_every_end_of_an_answer(patient_store
     assert await evictable(client) == {b"acme": 102 + OVERHEAD_BYTES}
     await answers.write(claimed, [b"event"], document=b"{1}")
     assert await evictable(client) == {b"acme": await answers.swept_bytes()}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while await answers.swept_bytes():  # noqa: ASYNC110 - Redis' own clock decides
             await asyncio.sleep(0.05)
     assert await evictable(client) == {}

@@ -80,7 +80,7 @@ async def test_patience_ends(store: Store, redis_server: EmbeddedRedis) -> None:
     with pytest.raises(StoreUnavailable):
         await store.run_patiently(ECHO, (), ("x",))
     os.kill(redis_server.pid, signal.SIGCONT)
-    assert PATIENT_TIMEOUT_S / 2 < time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s > PATIENT_TIMEOUT_S / 2
     assert store.stats.num_failed_calls == 1
     assert store.is_available, "others have not met anything"
 

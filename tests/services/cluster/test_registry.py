@@ -131,7 +131,7 @@ async def test_counts_are_published_at_the_next_beat_and_are_no_change(
     await watcher.until(here)
     number = client.zscore(CHANGES, "prefill-0")
     lease.update(pages_total=100, pages_free=60, pages_used=40)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while (await list_workers(store))[1]["prefill-0"].pages_free != 60:  # noqa: ASYNC110 - a thread's
             await asyncio.sleep(0.01)
     assert client.zscore(CHANGES, "prefill-0") == number

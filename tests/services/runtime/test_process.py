@@ -127,7 +127,7 @@ def test_what_watches_the_process_goes_on_after_an_unexpected_error(name: str, m
         monkeypatch.setattr(last_words, "watch_memory", partial(watch, "memory-watch"))
 
         async def until_it_went_on() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_LIMIT_S):
                 await went_on.wait()
 
         await watched(until_it_went_on())
