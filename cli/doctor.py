@@ -357,7 +357,7 @@ def _ports_of(worker: Mapping[str, Any], *, timeout_s: float) -> list[Finding]:
 
 
 def _dial_problem(address: str, timeout_s: float) -> str | None:
-    """Returns why a host:port cannot be connected to. Returns None if it can be, or if there is none."""
+    """Returns why a host:port cannot be connected to. Returns None if it can be, or if it is empty."""
     try:
         target = split_host_port(address)
     except ValueError:

@@ -21,7 +21,7 @@ from services.runtime.reach import NETWORK, SILENT
 from services.runtime.rpc import error_from_rpc, is_reply, obstacle_of, refusal
 
 IDENTITY_ERRORS: Final = (StaleIncarnation, NotProven, LayoutMismatch)
-"""Errors about who the two workers are. A pair with one of them is not tried again."""
+"""Errors about the identity of the two workers. Another try cannot succeed."""
 
 
 def lost_link_error(error: grpc.aio.AioRpcError) -> TandemError:

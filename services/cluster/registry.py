@@ -107,7 +107,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: ShortText = ""
     """host:port of its /metrics; empty: it serves none."""
     transfer_address: ShortText = ""
-    """host:port where other hosts open the payload channels to it. Empty if there is none, or it is unknown."""
+    """host:port where other hosts open the payload channels to it. Empty if unknown."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

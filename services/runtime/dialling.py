@@ -77,7 +77,7 @@ class _Attempts:
         self._selector.close()
 
     def first(self) -> socket.socket:
-        """Returns the first connection that is established. Raises OSError if there is none in time."""
+        """Returns the first connection that is established. Raises OSError on timeout."""
         next_start_s = time.monotonic()
         while True:
             now_s = time.monotonic()
