@@ -21,7 +21,7 @@ from protos import worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import Room
 from services.cluster.keys import Keys
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.gateway.batches.clients import (
     BATCH_CLASS,
     OVER,
@@ -629,6 +629,19 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
     assert batch.status == "failed"
     assert [error.code for error in batch.errors.data] == ["internal_error"]
     assert batches.faults[batch.id] == gateway.batches.runner.MAX_FAULTS
+
+
+async def test_what_redis_refuses_for_good_fails_the_batch(make, monkeypatch):
+    system = await make()
+
+    async def refuse(*args, **kwargs):
+        raise StoreRefused("Redis refused a command: no permissions")
+
+    monkeypatch.setattr(system.gateway.batches.store, "record", refuse)
+    async with client_of(system) as client:
+        batch = await until_status(client, await created(client, [row(0)]), *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["storage_refused"]
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
