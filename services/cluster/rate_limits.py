@@ -276,7 +276,12 @@ class Limiter:
         hold = hold if limits.concurrency is not None else ""
         tenant.num_asking += 1
         try:
-            answer = await self._store.run(TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
+            answer = await self._store.run(
+                TAKE,
+                self._keys(name),
+                self._args(limits, num_requests, num_tokens, hold),
+                on_late=lambda late: self._undo_take(tenant, late, num_tokens, hold),
+            )
         except StoreUnavailable:
             verdict = self._take_alone(tenant, num_requests, num_tokens, hold)
         except asyncio.CancelledError:
@@ -295,6 +300,18 @@ class Limiter:
         if hold and not verdict.limit:
             tenant.add_hold(hold)
         return verdict
+
+    def _undo_take(self, tenant: _Tenant, late: list[bytes | int], num_tokens: int, hold: str) -> None:
+        """Gives back what Redis took after this gateway had stopped waiting and decided alone."""
+        refused_by, _, num_requests, *_ = late
+        if refused_by:
+            return
+        for limit, cost in ((REQUESTS, int(num_requests)), (TOKENS, num_tokens)):
+            if cost and getattr(tenant.limits, limit) is not None:
+                self._owe(tenant, limit, -cost)
+        if hold and hold not in tenant.holds and len(tenant.releases) < MAX_RELEASES:
+            tenant.releases.add(hold)
+        self._has_news.set()
 
     def settle(
         self, name: str, limits: TenantLimits, *, num_requests: int = 0, num_tokens: int = 0, hold: str = ""
@@ -441,8 +458,9 @@ class Limiter:
         num_sent = 0
         try:
             for portion in _portions(rows):
-                num_gateways = await self._settle(portion, leaves=leaves)
-                for tenant, parcel in sent[num_sent : num_sent + len(portion)]:
+                settled = sent[num_sent : num_sent + len(portion)]
+                num_gateways = await self._settle(portion, settled, leaves=leaves)
+                for tenant, parcel in settled:
                     tenant.end_alone(parcel, self._clock.monotonic())
                 num_sent += len(portion)
         except BaseException as error:
@@ -453,12 +471,22 @@ class Limiter:
             raise
         self.num_gateways = max(1, num_gateways)
 
-    async def _settle(self, rows: Sequence[tuple[Any, ...]], *, leaves: bool) -> int:
+    async def _settle(
+        self, rows: Sequence[tuple[Any, ...]], settled: Sequence[tuple[_Tenant, _Parcel]], *, leaves: bool
+    ) -> int:
         """Sends one portion of rows, and returns the number of gateways. Raises StoreUnavailable."""
         keys, lasts_ms = self._store.keys, round(HOLD_TTL_S * 1000)
         args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
-        num_gateways: int = await self._store.run(SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+        names = (keys.gateways, keys.limit_prefix, keys.hold_prefix)
+        num_gateways: int = await self._store.run(SETTLE, names, args, on_late=lambda _: self._undo_settle(settled))
         return num_gateways
+
+    def _undo_settle(self, settled: Sequence[tuple[_Tenant, _Parcel]]) -> None:
+        """Takes back costs that Redis booked after this gateway had stopped waiting: they are sent again."""
+        for tenant, parcel in settled:
+            for limit, cost in parcel.costs.items():
+                self._owe(tenant, limit, -cost)
+        self._has_news.set()
 
 
 def _portions(rows: Sequence[tuple[Any, ...]]) -> Iterator[Sequence[tuple[Any, ...]]]:

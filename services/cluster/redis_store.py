@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,8 +115,18 @@ class Store:
         now_s = self._clock.monotonic()
         return self._availability.is_up(now_s) and now_s - self._denied_at_s >= DENIED_FOR_S
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """Runs a script and returns its answer, with bytes for texts. Raises StoreUnavailable."""
+    async def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        *,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Runs a script and returns its reply, with bytes for strings. Raises StoreUnavailable.
+
+        A call that timed out may have run. `on_late` receives its reply, if that still arrives.
+        """
         began_s = self._clock.monotonic()
         if not self._breaker.lets_through(began_s):
             self.stats.num_skipped_calls += 1
@@ -138,7 +148,7 @@ class Store:
                 self._breaker.failed(now_s, is_probe=is_probe)
             return self._outcome(call)
         finally:
-            self._leave(call)
+            self._leave(call, on_late)
 
     async def run_patiently(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         """Runs a script whose caller needs the answer: also while the breaker is open, and for PATIENT_TIMEOUT_S.
@@ -180,19 +190,23 @@ class Store:
         began_s = self._clock.monotonic()
         await asyncio.wait((call,), timeout=timeout_s + self.round_trip.limit_s)
         now_s = self._clock.monotonic()
-        has_answered = _has_succeeded(call)
-        if has_answered:
+        has_answered = _has_reached_redis(call)
+        if _has_succeeded(call):
             self.round_trip.observe(now_s - began_s)
         if has_answered or not call.done():
             self.round_trip.observe_wait(now_s - began_s)
         self._availability.note(now_s, has_answered=has_answered)
 
-    def _leave(self, call: asyncio.Task[Any]) -> None:
-        """Cancels a call that nobody waits for any longer, and keeps it until it has ended."""
-        if not call.done():
-            self._left_calls.add(call)
-            call.add_done_callback(self._forget)
+    def _leave(self, call: asyncio.Task[Any], on_late: Callable[[Any], None] | None = None) -> None:
+        """Cancels a call whose caller no longer waits, unless its reply is wanted. Keeps a reference until it ends."""
+        if call.done():
+            return
+        self._left_calls.add(call)
+        call.add_done_callback(self._forget)
+        if on_late is None:
             call.cancel()
+        else:  # The connection's own time limit ends it.
+            call.add_done_callback(lambda done: on_late(done.result()) if _has_succeeded(done) else None)
 
     def _forget(self, call: asyncio.Task[Any]) -> None:
         self._left_calls.discard(call)

@@ -418,9 +418,9 @@ async def test_any_number_of_tenants_and_requests_is_settled_in_bounded_scripts(
     sent = []
     run = patient_store.run
 
-    async def counted(script, keys, args):
+    async def counted(script, keys, args, **options):
         sent.append([len(row[-1]) + len(row[-2]) for row in msgspec.msgpack.decode(args[3])])
-        return await run(script, keys, args)
+        return await run(script, keys, args, **options)
 
     limiter, limits = Limiter(patient_store, gateway="g"), TenantLimits(1000, 10, 10_000)
     for number in range(300):
@@ -436,3 +436,36 @@ async def test_any_number_of_tenants_and_requests_is_settled_in_bounded_scripts(
     other = Limiter(patient_store, gateway="h")
     refused = await other.take("large", TenantLimits(concurrency=3 * rate_limits.MAX_SETTLE_STEPS), hold="x")
     assert refused.limit == CONCURRENCY
+
+
+@pytest.mark.parametrize("what", ["take", "settle"])
+async def test_a_reply_that_is_late_charges_nothing_twice(gateways, redis_server, client, what):
+    """Redis runs a command after the gateway has stopped waiting for it and has decided, or will send it, again."""
+    limiter = await gateways(starts=False, timeout_s=0.1)
+    allowed = TenantLimits(requests_per_minute=2)
+    assert (await limiter.take("t", allowed, num_requests=1)).limit == ""
+    await limiter._write(renews=True)  # Redis knows both scripts from now on.
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        if what == "take":
+            assert (await limiter.take("t", allowed, num_requests=1)).is_local
+            limiter.settle("t", allowed, num_requests=-1)
+        else:
+            limiter.settle("t", allowed, num_requests=1)
+            with pytest.raises(StoreUnavailable):
+                await limiter._write()
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    await until(lambda: not limiter._store._left_calls)
+
+    async def is_written():
+        with contextlib.suppress(StoreUnavailable):
+            await limiter._write()
+            return not limiter.is_alone
+        return False
+
+    await until(is_written)
+    bucket, _ = limiter._keys("t")
+    left = {"take": 1.0, "settle": 0.0}[what]
+    # The bucket fills while the test runs.
+    assert left <= float(client.hget(bucket, "requests")) < left + 0.9
