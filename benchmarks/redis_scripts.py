@@ -38,10 +38,11 @@ from services.cluster.leadership import Leadership
 from services.cluster.placements import MAX_BATCH, Placement, PlacementStore, State
 from services.cluster.prefix_index import PrefixIndex, PrefixPublisher
 from services.cluster.quarantine import MAX_FINGERPRINTS, Quarantine
-from services.cluster.rate_limits import Limiter, TenantLimits
+from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
 from services.cluster.registry import WorkerLease, list_leases
 from services.cluster.secret import share_through
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.cluster_secret import Secrets
 
 BOUND_MS = 5.0

@@ -21,7 +21,8 @@ from gateway.limits import (
 from gateway.requests.call import Call, TenantTicket
 from gateway.wishes import PREFILL, RESIDENCY
 from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
-from services.cluster.rate_limits import Limiter, Rate, TenantLimits, Verdict
+from services.cluster.rate_limits import Limiter, Rate, Verdict
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
 from services.scheduling.regions import Residency, check_residency, named, narrows, permits

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
-from services.cluster.rate_limits import TenantLimits
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime import toml_file
 from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock

@@ -14,8 +14,8 @@ from services.cluster import rate_limits
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.leadership import Leadership
 from services.cluster.placements import PlacementStore, PlacementWriter
-from services.cluster.rate_limits import TenantLimits
 from services.cluster.redis_store import Script, Store
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.errors import StoreUnavailable
 from tests.limited_redis import LimitedRedis
 from tests.services.cluster.test_placements import HAPPY, placement

@@ -21,7 +21,7 @@ from gateway.access.keys import (
     toml_tenant,
 )
 from gateway.limits import SERVICE_CLASSES
-from services.cluster.rate_limits import TenantLimits
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.errors import ConfigError
 from tests.waiting import HANG_LIMIT_S
 

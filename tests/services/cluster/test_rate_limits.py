@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 
 from services.cluster import rate_limit_scripts, rate_limits
 from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
-from services.cluster.rate_limits import (
-    Bucket,
-    Limiter,
-    TenantLimits,
-    _Tenant,
-)
+from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
+from services.cluster.tenant_usage import Bucket, TenantLimits, TenantUsage
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
@@ -247,7 +243,7 @@ async def test_the_same_request_elsewhere_takes_no_other_place(gateways):
 
 
 async def test_a_name_that_two_have_is_given_back_by_the_second(gateways):
-    tenant = _Tenant(TenantLimits(concurrency=1))
+    tenant = TenantUsage(TenantLimits(concurrency=1))
     tenant.add_hold("x")
     tenant.add_hold("x")
     tenant.end_hold("x")
@@ -362,7 +358,7 @@ async def test_what_is_given_back_while_redis_is_away_counts_here(redis_server):
 
 async def test_what_is_owed_is_not_lost_and_not_told_twice():
     clock = ManualClock()
-    tenant = _Tenant(TenantLimits(requests_per_minute=60))
+    tenant = TenantUsage(TenantLimits(requests_per_minute=60))
     tenant.owed = {REQUESTS: 3.0}
     parcel = tenant.pack(clock.monotonic(), renews=False, leaves=False)
     assert parcel.costs == {REQUESTS: 3.0}
