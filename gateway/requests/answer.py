@@ -329,9 +329,9 @@ class RunningAnswer:
         return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
 
     def _note_fault(self, attempt: Attempt, fault: Fault, *, is_alone: bool) -> Strike | None:
-        if fault.worker is not None:
-            self.avoided.add(fault.worker.peer.incarnation)
-        elif attempt.prefill is not None:
+        if fault.worker is not None or attempt.prefill is None:
+            self.avoided.add((fault.worker or attempt.decode).peer.incarnation)
+        else:
             pair = attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation
             self.avoided_pairs.add(pair)
             if fault.is_between:

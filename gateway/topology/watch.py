@@ -122,9 +122,9 @@ class WorkerWatch:
         usable, weak_gpus = set(self.usable(group)), self._health.weak_gpus
         return [one for one in group if one in usable or one not in weak_gpus or weak_gpus[one].state != GpuState.OUT]
 
-    def handed_off(self, pair: tuple[str, str], took_s: float, expected_s: float) -> None:
+    def handed_off(self, pair: tuple[str, str], took_s: float, *, expected_s: float) -> None:
         """Records how long a handoff between two workers took."""
-        self._handoffs.note(pair, took_s, expected_s, self._clock.monotonic())
+        self._handoffs.note(pair, took_s, expected_s=expected_s, now_s=self._clock.monotonic())
 
     def slow_pairs(self) -> list[SlowPair]:
         """Returns the pairs whose handoffs are far slower than expected, without those of workers in trouble."""
@@ -376,7 +376,7 @@ class AttemptWatch:
         waited_s = started_s - self._sent_s if self._is_proven else 0.0
         self._end_prompt(min(done_s - self._sent_s, waited_s + computing_s))
         took_s = now_s - started_s - min(computing_s, done_s - started_s)
-        self._watch.handed_off((prompt.worker_id, self._decode_id), took_s, self._handoff_s)
+        self._watch.handed_off((prompt.worker_id, self._decode_id), took_s, expected_s=self._handoff_s)
         if self._answer is None:
             self._begin_answer()
 

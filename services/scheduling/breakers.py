@@ -1,7 +1,6 @@
 """The circuit breakers of all workers, or pairs of workers, of one gateway, under any hashable key. Pure.
 
-`usable` has the last word on what an open breaker means: never more than half of a group is left alone, and never its
-last member. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
+The caller decides what an open breaker means.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -68,14 +67,6 @@ class Breakers:
         """Returns the members of the group that should be left alone, in the order in which they opened."""
         breakers = self._breakers
         return self._in_order(key for key in group if (one := breakers.get(key)) and not one.lets_through(now_s))
-
-    def usable(self, group: Sequence[Key], now_s: float) -> list[Key]:
-        """Returns the members that a request may go to, in the group's order: at least half, rounded up.
-
-        Where not all that should be left alone can be, those that opened first are.
-        """
-        left_alone = set(self.shut(group, now_s)[: len(group) // 2])
-        return [key for key in group if key not in left_alone]
 
     def begin(self, key: Hashable, now_s: float) -> bool:
         """Notes that a request goes there. True: it is the probe, and its end must be reported, whatever it is."""

@@ -39,7 +39,7 @@ class HandoffTimes:
         self._times: dict[Pair, deque[tuple[float, float, float]]] = {}
         """(when, actual time, expected time) of each handoff."""
 
-    def note(self, pair: Pair, took_s: float, expected_s: float, now_s: float) -> None:
+    def note(self, pair: Pair, took_s: float, *, expected_s: float, now_s: float) -> None:
         """Records a handoff."""
         times = self._times.get(pair)
         if times is None:
