@@ -126,6 +126,7 @@ WHOLE = {
     "decode_worker/test_preemption.py",
     "gateway/dashboard/test_page_in_browser.py",
     "gateway/openai/test_prompt_logprobs.py",
+    "gateway/test_accepted_numbers.py",
     "gateway/test_adapters.py",
     "gateway/test_adoption.py",
     "gateway/test_background_tasks.py",

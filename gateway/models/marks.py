@@ -22,7 +22,7 @@ class Stretch(NamedTuple):
     is_plain: bool
 
 
-class Marks:
+class TemplateMarks:
     """The marks of one tokenizer.
 
     `kept` are marks that stay in the content of an assistant's message, because the chat template searches for them.
@@ -99,7 +99,7 @@ class Marks:
 class Guard:
     """Stand-ins for the marks in one conversation: put in before it is rendered, and taken out again afterwards."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: TemplateMarks) -> None:
         self._marks = marks
         self._nonce = secrets.token_hex(8)
         self._replaced: list[str] = []

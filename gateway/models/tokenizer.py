@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from gateway.models.chat_template import CONTINUES, compile_template, names_in, reads_tools, render_continued
 from gateway.models.detokenizers import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
-from gateway.models.marks import Guard, Marks
+from gateway.models.marks import Guard, TemplateMarks
 from gateway.models.model_files import ModelFiles
 from gateway.models.reasoning import REASONING_MARKS, has_reasoning
 from gateway.models.template_words import OWN
@@ -66,7 +66,7 @@ class ModelTokenizer:
         self.has_reasoning = source is not None and has_reasoning(source)
         self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
-        self._marks = Marks(self._tokenizer, kept=REASONING_MARKS if self.has_reasoning else ())
+        self._marks = TemplateMarks(self._tokenizer, kept=REASONING_MARKS if self.has_reasoning else ())
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}

@@ -14,13 +14,13 @@ from gateway.observability.metrics import Metrics
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import CrowdedOut
 from gateway.requests.dispatch import Dispatcher
+from gateway.requests.fault import check_refusals
 from gateway.requests.policies import Policies
 from gateway.requests.quarantine import Quarantine
 from gateway.topology.events import Unfit
 from services.runtime.clock import Clock
 from services.runtime.errors import (
     InternalError,
-    InvalidRequest,
     LayoutMismatch,
     TandemError,
     TransferFailed,
@@ -33,8 +33,6 @@ TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 """The failures of an attempt after which another pair of workers continues after the last token."""
 MAX_FAILURES = 16
 """The most failures of one answer that are tried again, however far it comes between them."""
-MAX_REFUSALS = 2
-"""Refusals as invalid, by workers, after which a request is invalid. One may be the fault of a single worker."""
 MAX_PATHS = 3
 """Maximum number of pairs of workers that fail one request in a row because of the path between them."""
 PATH_RETRY_WAIT_S = 0.5
@@ -58,13 +56,6 @@ logger = logging.getLogger(__name__)
 def reason_of(failure: TandemError) -> str:
     """Returns the failure's class, or the nearest one above it, in one of a few words."""
     return next(reason for kind, reason in _REASONS.items() if isinstance(failure, kind))
-
-
-def check_refusals(failure: TandemError, num_refusals: int, *, request_id: str) -> None:
-    """Raises InvalidRequest if two workers refused the request as invalid, this time included."""
-    if isinstance(failure, Unfit) and num_refusals >= MAX_REFUSALS:
-        logger.error("workers refuse an accepted request", extra={"request_id": request_id, "reason": failure.message})
-        raise InvalidRequest(failure.message, code="refused_by_workers")
 
 
 class Failover:

@@ -1,5 +1,6 @@
 """What ended an attempt, and which of its workers is to blame."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ from gateway.topology.events import Event, Failed, Unfit
 from gateway.topology.session import WorkerSession
 from services.runtime.errors import (
     InternalError,
+    InvalidRequest,
     LayoutMismatch,
     TandemError,
     TransferFailed,
@@ -16,6 +18,11 @@ from services.runtime.errors import (
 
 if TYPE_CHECKING:
     from gateway.requests.attempt import Attempt
+
+MAX_REFUSALS = 2
+"""Refusals as invalid, by workers, after which a request is invalid. One may be the fault of a single worker."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +72,10 @@ def fault_of(attempt: "Attempt", session: WorkerSession, event: Event, error: Ta
     if isinstance(error, InternalError):
         return Fault(error, session, suspects=(session,), is_certain=True, is_fresh=is_fresh)
     return Fault(error, session, is_fresh=is_fresh)
+
+
+def check_refusals(failure: TandemError, num_refusals: int, *, request_id: str) -> None:
+    """Raises InvalidRequest if two workers refused the request as invalid, this time included."""
+    if isinstance(failure, Unfit) and num_refusals >= MAX_REFUSALS:
+        logger.error("workers refuse an accepted request", extra={"request_id": request_id, "reason": failure.message})
+        raise InvalidRequest(failure.message, code="refused_by_workers")

@@ -19,8 +19,9 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.phases import AttemptFacts
 from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
-from gateway.requests.failover import TRY_AGAIN, check_refusals, reason_of
+from gateway.requests.failover import TRY_AGAIN, reason_of
 from gateway.requests.fan_out import all_of
+from gateway.requests.fault import check_refusals
 from gateway.requests.lifecycle import Requests
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue

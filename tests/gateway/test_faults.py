@@ -471,18 +471,6 @@ async def test_a_request_that_a_worker_calls_wrong_is_tried_elsewhere(
     assert wrong.attempts, "nothing went to the worker that refuses"
 
 
-async def test_a_request_that_every_worker_calls_wrong_is_not_the_clients_fault(make_system, worker_type):
-    system = await make_system()
-
-    async def refuses(attempt):
-        attempt.refuse(InvalidRequest(OUTSIDE, field="prompt"))
-
-    await system.add(worker_type("decode", "decode-0", refuses))
-    response = await system.complete()
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
-    assert len(system.workers["decode-0"].attempts) == 3
-
-
 async def test_no_decode_worker_is_said_at_once(make_system, worker_type, pair):
     system = await make_system()
     await system.add(worker_type("prefill", "prefill-0", pair.prefill))

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from tokenizers import Tokenizer
 
-from gateway.models.marks import Marks
+from gateway.models.marks import TemplateMarks
 from gateway.models.model_files import read_model_files
 from gateway.topology.prefix_view import PrefixView
 from services.runtime.clock import SYSTEM_CLOCK
@@ -50,7 +50,7 @@ def test_tokens_without_text(token_id: int) -> None:
 def test_beginnings_of_special_tokens(model_folder: Path, part: str) -> None:
     tokenizer = Tokenizer.from_str(read_model_files(model_folder).tokenizer_json)
     tokenizer.add_special_tokens(LLAMA3_SPECIALS)
-    marks = Marks(tokenizer)
+    marks = TemplateMarks(tokenizer)
     text = part * (8 * 1024 * 1024 // len(part)) + "."
     with within(1):
         assert not marks.are_in(text)

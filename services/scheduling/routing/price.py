@@ -127,8 +127,7 @@ class PrefillTerms(NamedTuple):
 class DecodeTerms(NamedTuple):
     """What a decode worker alone decides of a request's price, which is at least `least_s` there.
 
-    Sorts by that, then by `position`. `common_s` is due wherever the prompt is computed, `local_s` if D computes it,
-    with `first_s`, the time to the first token, as a part.
+    Sorts by that, then by `position`. `common_s` is due in any case. `local_s` is due if D computes the prompt.
     """
 
     least_s: float

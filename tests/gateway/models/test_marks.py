@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from gateway.models.chat_template import CONTINUES
-from gateway.models.marks import Marks
+from gateway.models.marks import TemplateMarks
 from gateway.models.model_files import ModelFiles, read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from tests.examples import examples
@@ -252,23 +252,23 @@ async def test_no_texts_that_are_joined_make_a_mark(contents):
 def test_added_words_and_white_space_are_vocabulary():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.add_tokens(["vocabulary", "\n\n", "日本"])
-    assert not Marks(tokenizer).are_in("the vocabulary\n\n日本")
+    assert not TemplateMarks(tokenizer).are_in("the vocabulary\n\n日本")
     tokenizer.add_special_tokens(["vocabulary"])
-    assert Marks(tokenizer).are_in(["the vocabulary"])
+    assert TemplateMarks(tokenizer).are_in(["the vocabulary"])
 
 
 def test_marks_are_found_whole_whatever_they_begin_with(model_folder):
     texts = ["<a>", "<a", "<a>b", "[x]", "[", "a.c", "ab", "a", "\\d", "日本", "日"]
     tokenizer = Tokenizer.from_str(read_model_files(model_folder).tokenizer_json)
     tokenizer.add_special_tokens(texts)
-    pattern = Marks(tokenizer).pattern
+    pattern = TemplateMarks(tokenizer).pattern
     for text in [*texts, "<|end|>"]:
         assert pattern.fullmatch(text)
         assert pattern.match(text + "~")[0] == text
     assert [match[0] for match in pattern.finditer("x<a>b<ab abc 日本日[x[a.c\\d")] == [
         *("<a>b", "<a", "ab", "日本", "日", "[", "[", "a.c", "\\d")
     ]
-    assert Marks(Tokenizer(models.BPE())).pattern.search("a") is None
+    assert TemplateMarks(Tokenizer(models.BPE())).pattern.search("a") is None
 
 
 LLAMA3_SPECIALS = [
@@ -281,7 +281,7 @@ LLAMA3_SPECIALS = [
 async def test_beginnings_of_marks_are_none(model_folder, part):
     tokenizer = Tokenizer.from_str(read_model_files(model_folder).tokenizer_json)
     tokenizer.add_special_tokens(LLAMA3_SPECIALS)
-    marks = Marks(tokenizer)
+    marks = TemplateMarks(tokenizer)
     text = part * (8 * 1024 * 1024 // len(part)) + "."
     assert not marks.are_in(text)
     assert marks.are_in(text + LLAMA3_SPECIALS[-1])
