@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
 
 from gateway.access.door import FrontDoor, KeyedDoor, OperatorsDoor
 from gateway.batches.batches_api import BatchesApi
@@ -75,7 +74,7 @@ from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Store
-from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
+from services.cluster.registry import WorkerRecord, new_incarnation, watch_workers
 from services.runtime import process, rpc, service_manager
 from services.runtime.background_tasks import PROCESS_TASKS, supervise
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -480,14 +479,11 @@ class Gateway:
                     service_manager.tell_status("serving" if is_ready else "not ready: too few workers")
 
     async def _follow_workers(self) -> None:
-        watch = cast(
-            AsyncGenerator[Membership, None],
-            watch_workers(
-                self._store,
-                secrets=self._secrets,
-                suspects=self.topology.quiet_workers,
-                on_renewals=self.topology.take_renewals,
-            ),
+        watch = watch_workers(
+            self._store,
+            secrets=self._secrets,
+            suspects=self.topology.quiet_workers,
+            on_renewals=self.topology.take_renewals,
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:

@@ -31,6 +31,7 @@ TESTED_BY = {
     "services/engine/weights/load.py": "services/engine/test_model.py",
     "services/engine/weights/mapped.py": "services/engine/weights/test_shared.py",
     "services/engine/weights/shard.py": "services/engine/test_parallel.py",
+    "services/cluster/change_log.py": "services/cluster/test_registry.py",
     "services/cluster/tenant_usage.py": "services/cluster/test_rate_limits.py",
     "services/hub/fetching.py": "services/hub/test_huggingface.py",
     "services/hub/models.py": "services/hub/test_s3.py",

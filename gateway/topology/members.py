@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gateway.topology.keeper import break_silent, keep_connected
-from gateway.topology.member import Member, Role, seen_of
+from gateway.topology.member import Member, Role, mark_exact, seen_of
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
@@ -56,9 +56,8 @@ class Topology:
         presence: Presence | None = None,
         pools: Pools = NO_POOLS,
     ) -> None:
-        """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may continue
-        wherever its weights are, whatever arithmetic is used, and no worker counts as exact. `presence` is told of
-        workers that leave.
+        """`judge` returns why a worker must get no work, or an empty string. With `allows_inexact`, a response may
+        continue wherever its weights are, and no worker counts as exact. `presence` is notified of leaving workers.
         """
         self.presence = presence or Presence()
         self.pools = pools
@@ -153,15 +152,7 @@ class Topology:
     def members(self) -> list[Member]:
         """Returns all known workers in order of role and id."""
         members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
-        ways: dict[str, set[str]] = {}
-        for member in members:
-            if member.state == WorkerState.READY:
-                ways.setdefault(member.record.model, set()).add(member.record.identity_key)
-        for member in members:
-            record = member.record
-            is_known = bool(record.identity) and not self._allows_inexact
-            is_alike = ways.get(record.model, set()) <= {record.identity_key}
-            member.is_exact = record.exact and is_known and is_alike
+        mark_exact(members, allows_inexact=self._allows_inexact)
         return members
 
     def workers(self, model: str | None) -> ModelWorkers:
@@ -185,10 +176,7 @@ class Topology:
         return fitting
 
     def open_ids(self, role_name: Role, model: str, audience: Audience) -> set[str]:
-        """Returns the workers of a role and a model in rotation that work for an audience.
-
-        Where it is bound to an `identity_key`, they are those where an answer that began with it may continue.
-        """
+        """Returns the ready workers that meet the placement constraints, which may pin them to an `identity_key`."""
         records = [member.record for member in self._in_rotation(role_name, model).members]
         if bound_to := audience.bound_to:
             records = [record for record in records if self.may_go_on(bound_to, record.identity_key)]

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -312,7 +312,7 @@ async def watch_workers(
     clock: Clock = SYSTEM_CLOCK,
     suspects: Callable[[], Iterable[str]] = lambda: (),
     on_renewals: Callable[[Mapping[str, float]], None] = lambda ages_s: None,
-) -> AsyncIterator[Membership]:
+) -> AsyncGenerator[Membership, None]:
     """Yields the membership now, and again after each change of a record or of `is_stale`.
 
     Changes of a record's counts alone are not reported. After each look at Redis, `on_renewals` receives the seconds
