@@ -14,8 +14,8 @@ and `DecodeEngine` are the two interfaces; the engine of this project is behind 
   say, at the latest before `step` returns false.
 - **Pages.** Page numbers are places in the pool that `kv_transfer` reads and writes. The engine does not touch reserved
   pages until `start`. A report calls a page complete, and a pause names one, only after the last write to it by every
-  rank and device: `kv_transfer` reads it at once, and its checksum covers whatever it contains. Until the key is
-  released the page does not change. Attention reads only pages that were computed here or committed by a transfer.
+  rank and device: `kv_transfer` reads it at once, and its checksum covers what it contains. The page does not change
+  until the key is released. Attention reads only pages that were computed here or committed by a transfer.
 - **Abort.** `free` or `release` ends a key in any phase and does nothing for one that is unknown. A report may still
   mention it; the worker has forgotten it by then and drops that.
 - **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others continue.
