@@ -67,9 +67,7 @@ class PairCircuits:
     def due_for_trial(self) -> list[Pair]:
         """Returns the blocked pairs in rotation that a trial should use now."""
         now_s = self._clock.monotonic()
-        return [
-            pair for pair in self._reasons if not self._breakers.shut([pair], now_s) and self._is_in_rotation(pair)
-        ]
+        return [pair for pair in self._reasons if not self._breakers.shut([pair], now_s) and self._is_in_rotation(pair)]
 
     def begin_trial(self, attempt: "Attempt", prefill_id: str) -> None:
         """Records that a trial is about to use the pair. If the pair is blocked, the trial's outcome decides."""
