@@ -398,6 +398,7 @@ class Dispatcher:
     def _note_leaving(self, worker_id: str) -> None:
         self.watch.note_gone(worker_id)
         self.pairs.forget(worker_id)
+        self.pulls.forget(worker_id)
 
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Stage(msgspec.Struct, eq=False):
     """Something that is expected of a worker. `probe`: the number of the probe that it decides, or 0.
 
-    `peer_id` is the worker whose part, or the path to which, the stage may be waiting for. Empty if there is none.
+    `peer_id` is the worker whose part, or the path to which, the stage may be waiting for. Otherwise it is empty.
     """
 
     worker_id: str
@@ -362,9 +362,10 @@ class AttemptWatch:
             self._watch.heard(prompt, is_done=True)
 
     def note_handed_off(self, chunks: Sequence[tuple[float, float, int]] = ()) -> None:
-        """Records that the decode worker has the pages. `chunks` are the prefill worker's steps, if it reports them.
+        """Records that the decode worker has the pages.
 
-        They are (start, duration, tokens), in seconds since the worker began with the prompt.
+        `chunks` are the prefill worker's own steps, if it reports them: (start, duration, tokens), in seconds since the
+        worker began with the prompt.
         """
         prompt = self._prompt
         if prompt is None or prompt.worker_id == self._decode_id:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.requests.attempt import Attempt
 from protos import worker_pb2
-from services.runtime.errors import InternalError
+from services.runtime.errors import ChannelUnreachable, InternalError, Overloaded
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -143,3 +143,28 @@ async def test_what_workers_count_is_shown_at_the_gateway(make_system, worker_ty
     assert 'tandem_worker_speculative_accepted_tokens_total{role="decode",source="ngram",worker="decode-0"} 6.0' in text
     worker.counts.preemptions["place"] = 3
     await system.until(lambda: member.session.counts.preemptions == {"place": 3})
+
+
+async def test_a_trial_that_finds_no_room_or_no_path_says_nothing_and_raises_nothing(
+    make_system, worker_type, pair_type
+):
+    system, pair = await make_system(), pair_type([5, 6, 7])
+
+    errors = []
+
+    async def fails(attempt):
+        attempt.fail(errors[-1])
+
+    await system.add(worker_type("prefill", "prefill-0", fails))
+    for number in range(2):
+        await system.add(worker_type("decode", f"decode-{number}", pair.decode))
+    requests = system.gateway.requests
+    for error in (Overloaded("no pages"), ChannelUnreachable("no channel")):
+        errors.append(error)
+        for worker in system.workers.values():
+            worker.attempts.clear()
+        await requests.monitor._try("prefill", "tiny", "prefill-0")
+        tried = [bool(system.workers[f"decode-{number}"].attempts) for number in range(2)]
+        assert tried == [True, True], "another decode worker may have room, and another path"
+    assert not requests._dispatcher.pairs.has_blocked
+    assert not requests._dispatcher.watch.circuits()

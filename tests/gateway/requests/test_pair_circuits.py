@@ -1,6 +1,7 @@
 """A path between two living workers that fails is learned as such: no worker is blamed, and no request is lost."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -219,6 +220,18 @@ async def test_a_worker_that_left_takes_its_circuits_with_it(make_network):
     await network.system.until(lambda: network.system.gateway.topology.member("decode-0") is None)
     assert not pairs.has_blocked
     assert not any("decode-0" in pair for pair in pairs._proven)
+
+
+async def test_what_is_remembered_of_lost_workers_is_bounded(make_network, monkeypatch):
+    monkeypatch.setattr("gateway.requests.dispatch.MAX_LOST", 2)
+    network = await make_network()
+    attempt = SimpleNamespace(watch=SimpleNamespace(failed=lambda worker_id: failed.append(worker_id)))
+    failed: list[str] = []
+    for number in (0, 0, 1, 2, 3, 3):
+        session = SimpleNamespace(peer=SimpleNamespace(worker_id=f"w{number}", incarnation=f"i{number}"))
+        network.dispatcher._note_lost(attempt, session)
+    assert failed == ["w0", "w1", "w2", "w3"], "a death is one error, however many attempts it ended"
+    assert list(network.dispatcher._last_lost) == ["w2", "w3"]
 
 
 async def test_a_refused_link_is_no_lack_of_room(make_network):

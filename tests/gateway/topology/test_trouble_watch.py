@@ -15,6 +15,7 @@ from gateway.topology.trouble_watch import (
     HOT_OBSTACLES,
     LARGE_BYTES,
     LINK_FOR_S,
+    SLOW_LINK_FOR_S,
     SLOW_REDIS_FOR_S,
     UNREACHABLE_AFTER_S,
     TroubleWatch,
@@ -23,6 +24,7 @@ from gateway.topology.trouble_watch import (
     hot_decodes,
     hot_prefills,
     quarantined,
+    slow_links,
     unreadable_keys,
 )
 from gateway.topology.troubles import Found, Kind, Troubles
@@ -32,6 +34,7 @@ from services.runtime.background_tasks import FailingTask
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
 from services.runtime.tls import Identity
+from services.scheduling.handoff_times import SlowPair
 from services.scheduling.prediction import PrefillSpeed
 from services.scheduling.rebalancing import HotSpot
 
@@ -268,6 +271,19 @@ def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
     assert "trials" in scene.watch.troubles.of("circuit")[0].remedy
     scene.told = {"circuit": {}}
     assert scene.look() == {}
+
+
+def test_a_pair_with_slow_handoffs_is_named_if_that_lasts_and_no_worker_is(scene: Scene) -> None:
+    scene.members = [member("p"), member("d")]
+    scene.told = {"link": slow_links([SlowPair(("p", "d"), 6.1, 1.2, 0.8)])}
+    assert scene.look() == {}
+    cause = "handoffs take 0.8 s, 6.1 times as long as expected, between other workers 1.2 times"
+    assert scene.look(SLOW_LINK_FOR_S) == {("link", "p to d"): cause}
+    assert "GPU" not in scene.watch.troubles.of("link")[0].remedy
+    scene.watch.note_handoff("p", "other", TransferStalled("it does not move"))
+    scene.told = {"link": {}}
+    scene.members.append(member("other"))
+    assert list(scene.look()) == [("link", "p to other")]
 
 
 def test_quarantine_is_a_trouble_while_it_lasts(scene: Scene) -> None:
