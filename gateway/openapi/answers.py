@@ -12,6 +12,7 @@ from gateway.openai.answers import ChatCompletion, Exact
 from gateway.requests.rebalancing import RebalancingState
 from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
+from services.cluster.placements import ShownState, State
 from services.cluster.placements import State
 from services.runtime.background_tasks import FailingTask
 from services.runtime.worker_state import WorkerState
@@ -399,10 +400,14 @@ class CutPair(Exact):
 
 
 class RequestPlace(Exact):
-    """Where a request is, by the last word of any gateway. A worker is empty where none takes part, or not yet."""
+    """Where a request is, as a gateway last reported. A worker is empty if none takes part, or none is chosen yet.
+
+    `state` is `interrupted` if the gateway died while the request was in `last_state`. Otherwise both are equal.
+    """
 
     id: str
-    state: State
+    state: ShownState
+    last_state: State
     attempt: int
     gateway: str
     prefill_worker: str

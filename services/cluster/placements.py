@@ -48,11 +48,23 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
+class ShownState(StrEnum):
+    """A State for a person to read, or INTERRUPTED: the gateway of the request died. No gateway writes that one."""
+
+    QUEUED = State.QUEUED
+    ADMITTED = State.ADMITTED
+    PREFILLING = State.PREFILLING
+    TRANSFERRING = State.TRANSFERRING
+    DECODING = State.DECODING
+    FINISHED = State.FINISHED
+    FAILED = State.FAILED
+    CANCELLED = State.CANCELLED
+    INTERRUPTED = "interrupted"
+
+
 TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 ACTIVE = frozenset(State) - TERMINAL
 PLACED = ACTIVE - {State.QUEUED}
-INTERRUPTED = "interrupted"
-"""The shown state of a request whose gateway died. No gateway writes it: the owner cannot, and others do not look."""
 FINAL = frozenset({State.FINISHED, State.CANCELLED})
 """States after which no further attempt follows."""
 
@@ -97,9 +109,9 @@ class Placement(msgspec.Struct, frozen=True):
     """Whether Redis no longer lists its gateway as present. Only what was read from Redis can say so."""
 
     @property
-    def shown_state(self) -> str:
-        """The state for a person to read: `interrupted` if the gateway died while the request was running."""
-        return INTERRUPTED if self.has_lost_owner and self.state in ACTIVE else self.state
+    def shown_state(self) -> ShownState:
+        """The state for a person to read."""
+        return ShownState.INTERRUPTED if self.has_lost_owner and self.state in ACTIVE else ShownState(self.state)
 
 
 def accepts(current: Placement | None, update: Placement) -> bool:

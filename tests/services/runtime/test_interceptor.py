@@ -184,3 +184,11 @@ async def test_a_refused_call_leaves_no_frame_of_its_handler_to_the_collector(st
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+async def test_a_client_that_leaves_while_it_is_sent_to_is_no_failed_handler(
+    stub: Any, servicer: Servicer, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer.unary = raising(grpc.aio.InternalError("Failed execute_batch"))
+    await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest()))
+    assert "a handler failed" not in caplog.text

@@ -147,3 +147,12 @@ def test_a_process_outlives_a_full_disk() -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, check=False)
     assert ended.stdout.decode() == "100 No space left on device"
+
+
+def test_what_the_grpc_library_says_of_clients_that_leave_is_not_an_error_of_ours(output: io.StringIO) -> None:
+    library = logging.getLogger("grpc._cython.cygrpc")
+    library.error("ExecuteBatchError raised in core by servicer method [/x]")
+    library.error("Invalid encoding on %s", b"content-\xeaype")
+    library.error("Exception in callback")
+    logging.getLogger("x").error("Invalid encoding on our side")
+    assert [entry["message"] for entry in entries(output)] == ["Exception in callback", "Invalid encoding on our side"]
