@@ -13,7 +13,6 @@ from gateway.requests.rebalancing import RebalancingState
 from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
 from services.cluster.placements import ShownState, State
-from services.cluster.placements import State
 from services.runtime.background_tasks import FailingTask
 from services.runtime.worker_state import WorkerState
 from services.scheduling.pools import Pool

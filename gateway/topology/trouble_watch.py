@@ -79,8 +79,8 @@ CIRCUIT_REMEDIES = {
     "gpu": "look after its GPU: what it says is in tandem status",
 }
 PAIR_REMEDY = (
-    "look at the network and the firewalls between the two: the decode worker's port and its transfer "
-    "port must be open; the pair is used again when the gateway's trials succeed"
+    "look at the network and the firewalls between the two: the decode worker's port and transfer port must be open; "
+    "the pair is used again when the gateway's trials succeed"
 )
 HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
     "off": ("running answers are not moved (--rebalance)", "let this gateway rebalance"),

@@ -169,6 +169,15 @@ async def test_no_request_uses_a_pair_again_that_failed_it(make_network, monkeyp
     assert sum(attempt.request.local_prefill for attempt in attempts) == 12
 
 
+async def test_a_request_whose_only_pair_failed_it_is_computed_by_one_worker(make_network, monkeypatch):
+    monkeypatch.setattr("gateway.requests.pair_circuits.MAX_ERRORS", 10**6)
+    network = await make_network(prefill=1, decode=1)
+    network.cut, network.error = {("prefill-0", "decode-0")}, TransferFailed("the channel broke")
+    for number in range(4):
+        await network.ask(number + 5)
+    assert [len(pairs) for pairs in network.pairs_of().values()] == [1] * 4
+
+
 async def test_failed_pairs_do_not_count_against_max_attempts(make_network):
     network = await make_network(max_attempts=1)
     network.cut = {("prefill-0", "decode-0"), ("prefill-1", "decode-1"), ("prefill-0", "decode-1")}
@@ -185,6 +194,26 @@ async def test_a_worker_that_is_leaving_blames_no_pair(make_network):
     await network.system.until(lambda: session.load.is_draining)
     for number in range(4):
         await network.ask(number + 5)
+    assert not network.dispatcher.pairs.has_blocked
+
+
+async def test_a_peer_that_turns_out_to_be_leaving_blames_no_pair(make_network):
+    network = await make_network(prefill=1)
+    leaving = network.system.workers["decode-0"]
+    leaving.word_delay_s = 0.3
+
+    async def reports_a_peer_that_leaves(attempt):
+        if attempt.request.decode_incarnation != leaving.incarnation:
+            await network.pair.prefill(attempt)
+            return
+        attempt.fail(PeerUnreachable("the Link was refused"))
+        await network.system.until(lambda: attempt.key in leaving.cancelled)
+        leaving.drain()
+
+    network.system.workers["prefill-0"].script = reports_a_peer_that_leaves
+    for number in range(4):
+        await network.ask(number + 5)
+    assert leaving.cancelled
     assert not network.dispatcher.pairs.has_blocked
 
 
