@@ -15,7 +15,7 @@ from pathlib import Path
 import redis
 
 from services.cluster.embedded_redis import _LAUNCHER, _binary
-from tests.faults.harness import free_port
+from tests.free_ports import free_port
 from tests.limited_redis import GUIDE, PASSWORD, USER, documented_rules
 from tests.waiting import HANG_LIMIT_S
 

@@ -30,7 +30,7 @@ def broken_rules(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call) and _has_short_limit(node):
             found = node.lineno, "has a time limit of its own: use HANG_LIMIT_S of tests/waiting.py"
         elif isinstance(node, ast.Call) and _has_fixed_port(node):
-            found = node.lineno, "listens on a fixed port: use port 0, or free_port of tests/faults/harness.py"
+            found = node.lineno, "listens on a fixed port: use port 0, or free_port of tests/free_ports.py"
         else:
             continue
         if "# real time: " not in lines[found[0] - 1]:

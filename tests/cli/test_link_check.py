@@ -17,6 +17,7 @@ from cli.findings import Level
 from cli.main import main
 from cli.preflight import PreflightSettings
 from protos import link_pb2, link_pb2_grpc
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,8 +87,7 @@ def link(peer: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[in
 
 def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = SlowLine(5e6)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        line.target = found.getsockname()[1]
+    line.target = free_port()
     with Doctor("--transfer-port", str(line.target), "--advertise-transfer-port", str(line.port)) as doctor:
         code, (finding,) = link(doctor.address, capsys, "--transport", "tcp")
         assert (code, finding["level"]) == (1, "bad")

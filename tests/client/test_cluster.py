@@ -29,7 +29,7 @@ from tandem_client import (
 
 from benchmarks.cluster import running_cluster
 from services.cluster.embedded_redis import EmbeddedRedis
-from tests.faults.harness import free_port
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]

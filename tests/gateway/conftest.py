@@ -444,6 +444,11 @@ class System:
                 except StoreUnavailable:
                     await asyncio.sleep(0.05)
 
+    def total(self, name: str) -> float:
+        """Returns the sum of the metrics whose name and labels begin with `name`."""
+        lines = self.gateway.metrics.render([]).decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
     async def until(self, holds: Callable[[], bool], timeout_s: float = HUNG_S) -> None:
         """Waits for a condition that other tasks bring about."""
         async with asyncio.timeout(timeout_s):

@@ -12,7 +12,7 @@ from gateway.observability import storage_watch
 from gateway.topology.session import WorkerSession
 from services.cluster import rate_limits
 from services.cluster.decision_board import DecisionBoard
-from services.cluster.registry import _Subscription
+from services.cluster.wakeups import _Subscription
 from services.runtime import background_tasks, idle_connections
 from services.runtime.background_tasks import FAILING_AFTER, PROCESS_TASKS
 from tests.test_house import sources

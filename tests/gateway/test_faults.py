@@ -992,11 +992,6 @@ async def test_a_transfer_that_fails_is_tried_with_another_decode_worker_first(m
     assert [len(system.workers[f"decode-{number}"].attempts) for number in range(2)] == [1, 1]
 
 
-def total(system, name):
-    text = system.gateway.metrics.render([]).decode()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
-
 async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
         "gateway.requests.failover.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
@@ -1014,7 +1009,7 @@ async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_
     started_s = time.monotonic()
     answers = await asyncio.gather(*(system.complete(max_tokens=100) for _ in range(12)))
     assert [body.json()["choices"][0]["text"] for body in answers] == [ANSWER_TEXT] * 12
-    assert total(system, "tandem_delayed_retries_total") == 10
+    assert system.total("tandem_delayed_retries_total") == 10
     assert time.monotonic() - started_s >= 0.4
 
 
@@ -1050,7 +1045,7 @@ async def test_deaths_do_not_draw_on_the_budget(make_system, worker_type, pair, 
     await system.add(worker_type("decode", "decode-1", pair.decode))
     for request in requests:
         assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
-    assert total(system, "tandem_delayed_retries_total") == 0
+    assert system.total("tandem_delayed_retries_total") == 0
 
 
 async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(make_system, worker_type, pair):
@@ -1073,7 +1068,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
     def num_asked():
         return sum(not attempt.key[0].startswith("trial-") for attempt in broken.attempts)
 
-    while total(system, "tandem_open_breakers") == 0:
+    while system.total("tandem_open_breakers") == 0:
         assert num_asked() < 3
         await ask()
     num_attempts = num_asked()
@@ -1081,7 +1076,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
         await ask()
     assert num_asked() == num_attempts
     is_broken = False
-    await system.until(lambda: not total(system, "tandem_open_breakers"))
+    await system.until(lambda: not system.total("tandem_open_breakers"))
     assert num_asked() == num_attempts, "the gateway tries it itself"
     await ask()
     await ask()

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,17 +13,13 @@ import pytest
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import WorkerLease, new_incarnation
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
 LIMIT_S = HANG_LIMIT_S
 Start = Callable[..., Any]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 async def probe(address: str) -> tuple[bool, bool]:

@@ -30,6 +30,7 @@ from protos import (
 from services.runtime import rpc
 from services.runtime.tls import Identity, TlsFiles
 from tests.certificates import Authority, serial_of
+from tests.free_ports import free_port
 from tests.integration.conftest import ScriptedGateway, WorkerProcess
 from tests.waiting import HANG_LIMIT_S
 
@@ -107,11 +108,6 @@ class SecureCluster:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

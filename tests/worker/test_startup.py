@@ -1,9 +1,7 @@
 """Worker processes from their command line to their end, without Redis: what is wrong is one sentence and a code."""
 
 import asyncio
-import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S, settle
 from worker import startup
 from worker.role_change import Life
@@ -61,14 +60,6 @@ def start(checkpoint: Callable[..., Path]) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    """A port below those that the system hands out: a worker takes it again in its next role, and nobody in between."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("a hundred ports are taken")
 
 
 def read_until(process: "subprocess.Popen[str]", *texts: str) -> None:

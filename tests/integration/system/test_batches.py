@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 import urllib.request
 
@@ -13,17 +12,12 @@ import openai
 import pytest
 
 from benchmarks.cluster import running_cluster
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 
 NUM_ROWS = 1000
 KILL_AT = 400
 ROWS_AT_ONCE = 16
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def num_attempts(port):

@@ -12,8 +12,8 @@ from services.cluster.connections import AWAY_AFTER_S, BACK_AFTER_S, MAX_ROUND_T
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
-from tests.faults.harness import free_port
 from tests.faults.proxy import Proxy
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 
 ECHO = Script("return ARGV[1]")

@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.redis_store import PATIENT_TIMEOUT_S, Script, Store, is_permanent
+from services.cluster.redis_store import BREAKER_OPEN_S, PATIENT_TIMEOUT_S, Script, Store, is_permanent
 from services.cluster.registry import watch_workers
+from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.limited_redis import LimitedRedis
 
@@ -42,21 +43,23 @@ async def test_scripts_answer_and_survive_a_restart_and_a_flush(
     assert await store.run(ECHO, (), ("z",)) == b"z"
 
 
-async def test_a_frozen_redis_costs_one_timeout_per_second(store: Store, redis_server: EmbeddedRedis) -> None:
+async def test_a_frozen_redis_costs_one_timeout_per_second(redis_server: LimitedRedis) -> None:
+    clock = ManualClock()
+    store = Store(redis_server.url, cluster="test", timeout_s=2.0, clock=clock)
     assert await store.run(ECHO, (), ("x",)) == b"x"
     os.kill(redis_server.pid, signal.SIGSTOP)
     for _ in range(50):
         await fails(store)
-    assert store.stats.num_failed_calls == 1
-    assert store.stats.num_skipped_calls == 49
+    assert (store.stats.num_failed_calls, store.stats.num_skipped_calls) == (1, 49)
     assert not store.is_available
-    await asyncio.sleep(1.01)
-    together_s = await asyncio.gather(*(fails(store) for _ in range(50)))
-    assert sum(took > 0.05 for took in together_s) == 1
+    clock.advance(BREAKER_OPEN_S + 0.01)
+    await asyncio.gather(*(fails(store) for _ in range(50)))
+    assert (store.stats.num_failed_calls, store.stats.num_skipped_calls) == (2, 98)
     os.kill(redis_server.pid, signal.SIGCONT)
-    await asyncio.sleep(1.01)
+    clock.advance(BREAKER_OPEN_S + 0.01)
     assert await store.run(ECHO, (), ("x",)) == b"x"
     assert store.is_available
+    await store.close()
 
 
 async def test_who_is_patient_waits_for_a_frozen_redis_whatever_others_met(
