@@ -23,7 +23,7 @@ LOCK ?= serve
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install install-dev install-vllm run status chat compat test test-all test-faults test-machines test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
+.PHONY: help install install-dev install-vllm run status chat compat test test-all test-timing test-faults test-machines test-parallel test-troubles test-prices test-deploy test-rollout test-containers attack fuzz test-mutants test-gpu monitoring test-monitoring check-traces test-alert-mutants test-vllm check-model check images \
 	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-seeds bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -50,10 +50,14 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
-	$(TEST_ENV) $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal --durations=25 -m "not slow and not gpu and not deploy" $(ARGS)
+	$(TEST_ENV) $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal --durations=25 -m "not slow and not timing and not gpu and not deploy" $(ARGS)
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
-	$(TEST_ENV) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not deploy" $(ARGS)
+	$(TEST_ENV) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not timing and not gpu and not deploy" $(ARGS)
+	$(MAKE) --no-print-directory test-timing
+
+test-timing: install-dev ## the tests of real time, one at a time; run nothing else on the machine (ARGS: flags of pytest)
+	$(TEST_ENV) $(PYTEST) -q -n 0 -m timing tests/timing $(ARGS)
 
 compat: install-dev ## other people's clients and suites against one `tandem up`, and the proxies of docs/proxies.md; needs npm, nginx, haproxy and caddy (ARGS: names and flags; --help lists them)
 	@$(NO_GPU) $(PYTEST) -q -n 0 -m deploy tests/compat
@@ -61,6 +65,9 @@ compat: install-dev ## other people's clients and suites against one `tandem up`
 
 test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+
+test-parallel: install-dev ## responses of workers of several ranks against those of one process, degree by degree; half an hour (ARGS: flags; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.parallel_sweep $(ARGS)
 
 test-machines: install-dev ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)

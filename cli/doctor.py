@@ -29,8 +29,10 @@ from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
 from services.runtime import last_words
+from services.runtime.addresses import split_host_port
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.runtime.config import option
+from services.runtime.dialling import dial
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.kinds import flag, folder, number, redis_url
 from services.runtime.model_size import weight_bytes
@@ -290,9 +292,11 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     if is_ready:
         yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
     else:
-        yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
+        advice = "see below: too few workers have joined, or a background task keeps failing"
+        yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", advice)
     workers, troubles = cluster.get("workers", []), cluster.get("troubles", ())
     yield from judge_troubles(troubles)
+    yield from judge_tasks(cluster.get("failing_tasks", ()), troubles)
     yield from judge_versions(str(cluster.get("version", "")), workers)
     yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles})
     yield from ports(workers, timeout_s=settings.timeout)
@@ -303,6 +307,16 @@ def judge_troubles(troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for trouble in troubles:
         what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
         yield Finding(Level.BAD, "trouble", what, str(trouble.get("remedy", "")))
+
+
+def judge_tasks(tasks: Iterable[Mapping[str, Any]], troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Returns the failing tasks of the gateway that no trouble names: the task that looks for troubles may fail too."""
+    named = {trouble.get("subject") for trouble in troubles if trouble.get("kind") == "background_task"}
+    for task in tasks:
+        name = f"{task.get('name', '-')} {task.get('subject', '')}".rstrip()
+        if name not in named:
+            what = f"background_task {name}: it failed {task.get('failures', '-')} times: {task.get('error', '-')}"
+            yield Finding(Level.BAD, "trouble", what, "see `background task failed` in the gateway's log and report it")
 
 
 def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -321,21 +335,37 @@ def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Itera
 
 
 def ports(workers: Iterable[Mapping[str, Any]], *, timeout_s: float) -> Iterator[Finding]:
-    """Whether each worker's port can be reached from here, as gateways and other workers reach it."""
-    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each that does not answer takes the whole time
-        yield from filter(None, threads.map(functools.partial(_port, timeout_s=timeout_s), workers))
+    """Dials each worker's gRPC port and payload port from here, as gateways and other workers do."""
+    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each address that does not answer takes the whole time
+        for found in threads.map(functools.partial(_ports_of, timeout_s=timeout_s), workers):
+            yield from found
 
 
-def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
-    host, _, port = str(worker.get("address", "")).rpartition(":")
-    if not port.isdigit():
-        return None  # it has none yet
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        what = f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}"
+def _ports_of(worker: Mapping[str, Any], *, timeout_s: float) -> list[Finding]:
+    name, address = str(worker.get("id", "-")), str(worker.get("address", ""))
+    if (reason := _dial_problem(address, timeout_s)) is not None:
+        what = f"{name} at {address} cannot be reached from here: {reason}"
         advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
-        return Finding(Level.NOTE, "ports", what, advice)
+        return [Finding(Level.NOTE, "ports", what, advice)]
+    transfer_address = str(worker.get("transfer_address", ""))
+    if (reason := _dial_problem(transfer_address, timeout_s)) is None:
+        return []
+    port = transfer_address.rpartition(":")[2]
+    what = f"{name} is reached at {address}, but not at its payload port {transfer_address}: {reason}"
+    advice = f"allow TCP port {port} from the other workers to {name} in the firewall: handoffs to it need that port"
+    return [Finding(Level.NOTE, "ports", what, advice)]
+
+
+def _dial_problem(address: str, timeout_s: float) -> str | None:
+    """Returns why a host:port cannot be connected to. Returns None if it can be, or if it is empty."""
+    try:
+        target = split_host_port(address)
+    except ValueError:
+        return None  # the worker has no address yet
+    try:
+        dial(target.host, target.port, timeout_s=timeout_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 

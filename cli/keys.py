@@ -21,7 +21,7 @@ from gateway.access.keys import (
     toml_tenant,
 )
 from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
-from services.cluster.rate_limits import TenantLimits
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.config import option
 from services.runtime.errors import ConfigError
 from services.runtime.kinds import choice, comma_separated, flag, integer, number, path, text

@@ -119,7 +119,7 @@ class Supervisor:
             child.changed.set()
 
     def _keeper_ended(self, task: "asyncio.Task[None]") -> None:
-        """A keeper that fails must not leave its child without one unnoticed."""
+        """Ends everything if a keeper or watcher fails, because its child would be left alone unnoticed."""
         if not task.cancelled() and task.exception() is not None:
             self.gave_up.set()
 
@@ -164,6 +164,7 @@ class Supervisor:
             self._signal(child, Action.TERMINATE)
         self._on_change(child, f"loading (pid {child.process.pid})")
         watcher = asyncio.create_task(self._watch(child, child.process), name=f"watch {child.name}")
+        watcher.add_done_callback(self._keeper_ended)
         self._tasks[f"{child.name} watch"] = watcher
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:

@@ -46,6 +46,7 @@ from services.hub.models import local_model, with_local_model
 from services.runtime import last_words, service_manager
 from services.runtime.addresses import connectable, join_host_port
 from services.runtime.api_client import ApiRefused, ApiUnreachable, get_json, get_status
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.logs import wants_colour
 from services.runtime.orders import socket_path
@@ -383,11 +384,11 @@ class Up:
     @asynccontextmanager
     async def _side_tasks(self) -> AsyncIterator[None]:
         """What runs beside the main line: spinners, log lines on the screen, the care for Redis."""
-        tasks = [asyncio.create_task(self._tick())]
+        tasks = [supervise(self._tick, name="progress")]
         if self._settings.verbose:
-            tasks.append(asyncio.create_task(self._follow_logs()))
+            tasks.append(supervise(self._follow_logs, name="log-lines"))
         if self._redis is not None:
-            tasks.append(asyncio.create_task(self._keep_redis(self._redis)))
+            tasks.append(supervise(functools.partial(self._keep_redis, self._redis), name="redis"))
         try:
             yield
         finally:

@@ -80,6 +80,12 @@ class UpSettings:
     decode_tensor_parallel: int | None = option(
         integer(1, 64), default=None, help="--tensor-parallel of decode workers only."
     )
+    prefill_pipeline_parallel: int | None = option(
+        integer(1, 64), default=None, help="--pipeline-parallel of prefill workers only."
+    )
+    decode_pipeline_parallel: int | None = option(
+        integer(1, 64), default=None, help="--pipeline-parallel of decode workers only."
+    )
     pin: bool = option(
         flag(),
         default=True,
@@ -136,9 +142,10 @@ class UpSettings:
         texts = {**self.services, "models_asleep": str(self.models_asleep)}
         if "tls_ca" not in texts:
             texts = {name: value for name, value in texts.items() if name not in ("tls_cert", "tls_key")}
-        degree = self.prefill_tensor_parallel if role == "prefill" else self.decode_tensor_parallel
-        if degree is not None:
-            texts["tensor_parallel"] = str(degree)
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            degree = getattr(self, f"{role}_{name}")
+            if degree is not None:
+                texts[name] = str(degree)
         if self.model == DEMO_MODEL and self.models is None and texts.get("speculative") in ("draft", "auto"):
             texts.setdefault("draft_model", str(DEMO_DRAFT))
         return texts

@@ -40,5 +40,8 @@ def run(settings: WhereSettings, stdout: TextIO) -> int:
     regions = {role: f" in {region}" for role, region in found.get("regions", {}).items() if region}
     workers = [f"{role}: {found[f'{role}_worker'] or 'none'}{regions.get(role, '')}" for role in ROLES]
     attempt = "" if found["attempt"] == 1 else f", attempt {found['attempt']}"
-    print(f"{found['id']}: {found['state']}{attempt}; {', '.join(workers)}; began {began}", file=stdout)
+    state = found["state"]
+    if state == "interrupted":
+        state = f"interrupted: its gateway {found['gateway']} died while it was {found['last_state']}"
+    print(f"{found['id']}: {state}{attempt}; {', '.join(workers)}; began {began}", file=stdout)
     return 0

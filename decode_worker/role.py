@@ -76,7 +76,7 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
         lambda server: link_pb2_grpc.add_PrefixesServicer_to_server(giver, server),
     )
     said = {"max_running": settings.max_batch, "pulls": worker.prefixes is not None}
-    return Made(worker, add_services, record_fields=said)
+    return Made(worker, add_services, record_fields={**said, "transfer_address": receiver.network_address})
 
 
 def _max_admitted(settings: DecodeWorkerConfig) -> int:

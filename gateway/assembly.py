@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
 
 from gateway.access.door import FrontDoor, KeyedDoor, OperatorsDoor
 from gateway.batches.batches_api import BatchesApi
@@ -28,14 +26,24 @@ from gateway.http.exchange import App, StreamPace
 from gateway.http.metrics import HttpUse
 from gateway.http.server import HttpServer
 from gateway.limits import MAX_BODY_BYTES
-from gateway.models.catalog import ModelCatalog, load_catalog
-from gateway.models.catalog_file import ModelEntry, read_models_file
+from gateway.models.catalog import ModelCatalog
 from gateway.named.memory import MemoryBounds
 from gateway.named.requests import Journals
+from gateway.observability.background_tasks import BackgroundTaskMetrics
 from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
-from gateway.operator_choices import expected, health_limits, lane_maker, lane_order, policies, pools, targets
+from gateway.operator_choices import (
+    expected,
+    health_limits,
+    lane_maker,
+    lane_order,
+    model_catalog,
+    model_entries,
+    policies,
+    pools,
+    targets,
+)
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.lifecycle import Requests
 from gateway.requests.queue import AdmissionQueue
@@ -44,7 +52,15 @@ from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
 from gateway.topology.presence import Presence
-from gateway.topology.trouble_watch import TroubleWatch, circuits, hot_decodes, quarantined, unreadable_keys
+from gateway.topology.trouble_watch import (
+    TroubleWatch,
+    circuits,
+    failing_tasks,
+    hot_decodes,
+    quarantined,
+    slow_links,
+    unreadable_keys,
+)
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.vectors.embedder import Embedder
 from services.cluster.batches import BatchStore
@@ -58,9 +74,9 @@ from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Store
-from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
-from services.hub.models import local_model
+from services.cluster.registry import WorkerRecord, new_incarnation, watch_workers
 from services.runtime import process, rpc, service_manager
+from services.runtime.background_tasks import PROCESS_TASKS, supervise
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
@@ -89,8 +105,8 @@ class Gateway:
     """
 
     def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
-        entries = _entries(config)
-        catalog = _catalog(config, entries)
+        entries = model_entries(config)
+        catalog = model_catalog(config, entries)
         self.incarnation = new_incarnation()
         self.http_port = self.grpc_port = self.admin_port = self.operator_port = 0
         self._config = config
@@ -125,8 +141,7 @@ class Gateway:
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
         self._journals = self._make_journals()
-        # A third connection: files are larger still.
-        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=FILE_TIMEOUT_S)
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=FILE_TIMEOUT_S)  # for large files
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
         self.stored = self._make_stored(catalog)
         self._storage = self._make_storage_watch(files)
@@ -144,14 +159,16 @@ class Gateway:
             entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
             for entry in entries
         }
+        self._registered: Sequence[WorkerRecord] = ()
         self._strangers: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_leaving = False
         self._watch()
 
     def is_ready(self) -> bool:
-        """Whether every model has enough workers and the gateway is not leaving."""
-        return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
+        """Returns whether every model has enough workers, and the gateway neither leaves nor fails to follow them."""
+        is_able = not self._is_leaving and not PROCESS_TASKS.is_vital_failing()
+        return is_able and all(map(self._has_workers, self._min_prefill))
 
     def _has_workers(self, model: str) -> bool:
         if self.requests.turns.can_wake(model):
@@ -325,6 +342,7 @@ class Gateway:
         self.metrics.watch_store(self._store)
         self.metrics.watch_journals(lambda: self._journals.num_bytes)
         self.metrics.watch(HttpUse(self._http.connections, self._bodies))
+        self.metrics.watch(BackgroundTaskMetrics(PROCESS_TASKS))
 
     def _http_api(self, door: FrontDoor) -> HttpApi:
         return HttpApi(
@@ -384,8 +402,8 @@ class Gateway:
         self._trouble_watch.start()
         self._feed.start(DecisionBoard(self._page_store))
         self._tasks = [
-            asyncio.create_task(self._follow_workers(), name="workers"),
-            asyncio.create_task(self._tell_readiness(), name="readiness"),
+            supervise(self._follow_workers, name="workers", is_vital=True),
+            supervise(self._tell_readiness, name="readiness"),
         ]
         await self._grpc.set_serving(True, CLUSTER_SERVICE)
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
@@ -437,9 +455,11 @@ class Gateway:
         """What other parts know to be wrong."""
         key_file = self.door.key_file
         return {
+            "background_task": failing_tasks(PROCESS_TASKS.failing()),
             "api_keys": unreadable_keys(key_file.error.message if key_file and key_file.error else ""),
             "circuit": circuits(self.requests.circuits().values(), self.requests.cut_pairs()),
             "hot_spot": hot_decodes(self.requests.rebalancer.hot_spots()),
+            "link": slow_links(self.requests.slow_pairs()),
             "quarantine": quarantined(self._quarantine.count()),
         }
 
@@ -448,30 +468,29 @@ class Gateway:
 
     async def _tell_readiness(self) -> None:
         """Keeps the health of the service that needs workers, which is the gateway's readiness."""
-        was_ready = False
+        was_ready: bool | None = None
         async with contextlib.aclosing(self.topology.changes(with_loads=False)) as changes:
             async for _ in changes:
                 if self._is_leaving:
                     return
-                if self.is_ready() != was_ready:
-                    was_ready = not was_ready
-                    await self._grpc.set_serving(was_ready, INFERENCE_SERVICE, rpc.READINESS)
-                    service_manager.tell_status("serving" if was_ready else "not ready: too few workers")
+                if (is_ready := self.is_ready()) != was_ready:
+                    was_ready = is_ready
+                    await self._grpc.set_serving(is_ready, INFERENCE_SERVICE, rpc.READINESS)
+                    service_manager.tell_status("serving" if is_ready else "not ready: too few workers")
 
     async def _follow_workers(self) -> None:
-        watch = cast(
-            AsyncGenerator[Membership, None],
-            watch_workers(
-                self._store,
-                secrets=self._secrets,
-                suspects=self.topology.quiet_workers,
-                on_renewals=self.topology.take_renewals,
-            ),
+        watch = watch_workers(
+            self._store,
+            secrets=self._secrets,
+            suspects=self.topology.quiet_workers,
+            on_renewals=self.topology.take_renewals,
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
-                self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
-                self._note_strangers(membership.workers)
+                if not membership.is_stale:  # A restarted watch does not know the workers before Redis answers.
+                    self._registered = membership.workers
+                self.topology.take_membership(self._registered, is_stale=membership.is_stale)
+                self._note_strangers(self._registered)
 
     def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
         """Says once of each worker that its model is not served here: its --model-name may be a mistake."""
@@ -479,25 +498,3 @@ class Gateway:
         for worker in map(strangers.__getitem__, strangers.keys() - self._strangers):
             logger.info("a worker has a model not served here", extra={"worker": worker.id, "model": worker.model})
         self._strangers = set(strangers)
-
-
-def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
-    """The models file's, or the one model that the other two flags describe."""
-    if config.models is not None:
-        return tuple(replace(entry, path=local_model(entry.path)) for entry in read_models_file(config.models))
-    assert config.model is not None
-    return (ModelEntry(config.served_name, config.model, lora=config.lora or {}),)
-
-
-def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:
-    catalog = load_catalog(
-        entries,
-        max_tokenize_chars=config.max_tokenize_chars,
-        generation_config=config.generation_config,
-        embeddings=config.embeddings,
-    )
-    for model in catalog:
-        if model.sampling_defaults:
-            defaults = dict(model.sampling_defaults)
-            logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
-    return catalog

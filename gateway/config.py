@@ -238,7 +238,8 @@ class GatewayConfig:
         integer(1, 100),
         default=3,
         help="Attempts without a new token before a request fails. Those of which a worker may have died are not among "
-        "them: after three of these, two of them alone on a worker, it is quarantined.",
+        "them: after three of these, two of them alone on a worker, it is quarantined. Failed paths between two "
+        "living workers do not count.",
     )
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to continue an answer, in seconds."

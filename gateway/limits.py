@@ -220,9 +220,17 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> 
     if not messages:
         raise InvalidRequest("messages is empty; at least one message is needed", field="messages")
     _check_count(messages, "messages", MAX_MESSAGES)
+    check_are_objects(messages)
     checked = [_checked_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
     _check_num_chars(sum(len(message["content"]) for message in checked), max_chars, "messages")
     return checked
+
+
+def check_are_objects(messages: Sequence[Any]) -> None:
+    """Raises InvalidRequest for a message that is not an object. Messages are read before they are checked in full."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"messages[{number}] must be an object", field="messages")
 
 
 def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
@@ -351,8 +359,6 @@ def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, mos
 
 
 def _checked_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{name} must be an object", field="messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequest(f"{name}.role must be one of {', '.join(sorted(_ROLES))}", field=f"{name}.role")

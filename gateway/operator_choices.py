@@ -1,14 +1,19 @@
 """What an operator's settings mean to the parts of a gateway: its policies, its targets, the limits of its health."""
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from gateway.config import GatewayConfig
 from gateway.edge.health import HealthLimits
+from gateway.models.catalog import ModelCatalog, load_catalog
+from gateway.models.catalog_file import ModelEntry, read_models_file
 from gateway.requests.policies import Policies, RoomLimits
 from gateway.requests.queue import Lane
 from gateway.topology.expected import ExpectedFile
 from gateway.topology.members import Topology
+from services.hub.models import local_model
 from services.runtime import toml_file
 from services.runtime.errors import ConfigError
 from services.scheduling.disaggregation import DisaggregationSettings
@@ -18,6 +23,31 @@ from services.scheduling.pools import MAX_FILE_BYTES, Audience, Pools, PoolsFile
 from services.scheduling.queue import RequestQueue
 from services.scheduling.routing.price import RoutingSettings
 from services.scheduling.routing.router import Router
+
+logger = logging.getLogger(__name__)
+
+
+def model_entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
+    """Returns the entries of the models file, or one entry for the model that --model and --model-name describe."""
+    if config.models is not None:
+        return tuple(replace(entry, path=local_model(entry.path)) for entry in read_models_file(config.models))
+    assert config.model is not None
+    return (ModelEntry(config.served_name, config.model, lora=config.lora or {}),)
+
+
+def model_catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:
+    """Returns the served models. Raises ModelError if a model folder cannot be used."""
+    catalog = load_catalog(
+        entries,
+        max_tokenize_chars=config.max_tokenize_chars,
+        generation_config=config.generation_config,
+        embeddings=config.embeddings,
+    )
+    for model in catalog:
+        if model.sampling_defaults:
+            defaults = dict(model.sampling_defaults)
+            logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
+    return catalog
 
 
 def targets(config: GatewayConfig) -> Targets:

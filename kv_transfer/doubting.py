@@ -15,6 +15,7 @@ import grpc
 
 from kv_transfer.measure import LIMIT_S, Measured
 from kv_transfer.transports.registry import DEVICE_NAMES
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import Clock
 from services.runtime.errors import TandemError
 from services.scheduling.links import LinkMeters
@@ -65,7 +66,7 @@ class LinkDoubts:
             return
         self._receivers[receiver_id] = _Receiver(key, transport, self._clock.monotonic())
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="doubt links")
+            self._task = supervise(self._run, name="doubt-links")
 
     async def close(self) -> None:
         """Ends it."""

@@ -19,7 +19,7 @@ from kv_transfer.transports.registry import AUTO, Reach, Transports
 from kv_transfer.transports.tls import ChannelTls
 from kv_transfer.wire import LinkIdentity, Outbox
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import TandemError, WorkerUnavailable
+from services.runtime.errors import TandemError, TransferFailed
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class LinkEnd(ABC):
     def _send_message(self, message: Message) -> None:
         try:
             self.outbox.put(message)
-        except WorkerUnavailable as error:
+        except TransferFailed as error:
             self._loop.call_soon(self.fail, error)
 
     def _from_thread(self, call: Callable[..., object], *args: object) -> None:
@@ -107,4 +107,4 @@ class LinkEnd(ABC):
             call(*args)
         except Exception:
             logger.critical("the %s contradicts itself", self._name, exc_info=True)
-            self.fail(WorkerUnavailable("the Link broke"))
+            self.fail(TransferFailed("the Link broke"))

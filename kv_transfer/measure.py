@@ -35,6 +35,7 @@ from kv_transfer.transports.base import (
 from kv_transfer.wire import MalformedMessage, from_wire, to_wire
 from protos import link_pb2
 from services.runtime.errors import TransferFailed, WorkerUnavailable
+from services.runtime.rpc import write_if_open
 from services.scheduling.links import Carried, LinkOpinion
 
 ROUND_BYTES = 32 * 2**20
@@ -187,7 +188,7 @@ class _Probe:
 
     async def _greet(self, call: _Call, hello: Hello) -> HelloAck | None:
         """Return the answer to a hello, None where no channel is left that both have."""
-        await call.write(to_wire(hello))
+        await write_if_open(call, to_wire(hello))
         wire = await call.read()
         if not isinstance(wire, link_pb2.LinkMessage):
             raise WorkerUnavailable("the receiver ended the probe")

@@ -16,13 +16,14 @@ from typing import Protocol
 
 import grpc
 
+from kv_transfer.link_errors import call_error
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.send_link import HandoffStats, link_error
+from kv_transfer.send_link import HandoffStats
 from kv_transfer.sending import SendLinks
 from protos import link_pb2, link_pb2_grpc
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
-from services.runtime.errors import InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
-from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
+from services.runtime.errors import InvalidRequest, Overloaded, PeerUnreachable, StaleIncarnation, TransferFailed
+from services.runtime.rpc import check_answer, make_channel, metadata_of, prove, write_if_open
 
 SERVICE_NAME = "tandem.v1.Prefixes"
 GIVE = "/tandem.v1.Prefixes/Give"
@@ -76,8 +77,9 @@ class PrefixPeer:
 async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: PrefixPeer, deadline: Deadline) -> int:
     """Has a holder send a prefix to `asker`, which is this worker; returns the bytes when the pages are committed.
 
-    Ends the transfer when it is cancelled. Raises WorkerUnavailable where the holder cannot be reached, TransferFailed,
-    Overloaded, LayoutMismatch, NotProven.
+    Ends the transfer when it is cancelled. Raises PeerUnreachable if the holder cannot be reached, or cannot reach this
+    worker. Raises StaleIncarnation, NotProven or LayoutMismatch if it is not the worker that was meant, TransferFailed,
+    Overloaded, and InvalidRequest.
     """
     channel = make_channel(holder.address)
     call = None
@@ -85,7 +87,8 @@ async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: Pre
         proof = await prove(channel, GIVE, incarnation=holder.incarnation)
         call = link_pb2_grpc.PrefixesStub(channel).Give(metadata=metadata_of(proof))
         await check_answer(proof, call)
-        await call.write(
+        await write_if_open(
+            call,
             link_pb2.GivePrefix(
                 id=link_pb2.TransferId(request_id=wanted.transfer_id.request_id, attempt=wanted.transfer_id.attempt),
                 giver_incarnation=holder.incarnation,
@@ -95,19 +98,17 @@ async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: Pre
                 cache_salt=wanted.sharers,
                 page_size=wanted.page_size,
                 deadline_ms=max(1, deadline.remaining_ms()),
-            )
+            ),
         )
         given = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise link_error(error) from error
-    except asyncio.InvalidStateError as error:  # a write to a call that has just ended
-        raise WorkerUnavailable("the holder ended the call") from error
+        raise call_error(error, holder.address) from error
     finally:
         if call is not None:
             call.cancel()
         await channel.close()
     if not isinstance(given, link_pb2.PrefixGiven):
-        raise WorkerUnavailable("the holder ended the call")
+        raise PeerUnreachable(f"the holder at {holder.address} ended the call")
     return given.num_bytes
 
 
@@ -136,7 +137,7 @@ class PrefixGiver(link_pb2_grpc.PrefixesServicer):
         try:
             asked = await _heard(request_iterator)
             if asked.giver_incarnation != self._incarnation:
-                raise WorkerUnavailable("the holder is not the incarnation that was meant")
+                raise StaleIncarnation("the holder is not the incarnation that was meant")
             num_tokens, stats = await self._give(asked)
             yield link_pb2.PrefixGiven(num_tokens=num_tokens, num_bytes=stats.num_bytes)
         finally:
@@ -169,12 +170,12 @@ class PrefixGiver(link_pb2_grpc.PrefixesServicer):
 
 
 async def _heard(requests: AsyncIterator[link_pb2.GivePrefix]) -> link_pb2.GivePrefix:
-    """Returns what a caller asks for. Raises InvalidRequest for what cannot be, WorkerUnavailable for silence."""
+    """Returns the caller's request. Raises InvalidRequest if it is malformed, and if it does not arrive in time."""
     try:
         async with asyncio.timeout(HEAR_S):
             asked = await anext(aiter(requests))
     except (TimeoutError, StopAsyncIteration):
-        raise WorkerUnavailable("the caller did not say what it wants in time") from None
+        raise InvalidRequest("the caller did not send its request in time", field="id") from None
     is_sized = 2 <= len(asked.token_ids) <= MAX_TOKENS
     if not is_sized or not asked.id.request_id or not asked.id.attempt or not asked.page_size or not asked.deadline_ms:
         raise InvalidRequest("a prefix needs an id, tokens, a page size and a deadline", field="id")

@@ -104,6 +104,7 @@ class ReceiveLink(LinkEnd):
         self._now = around.setup.clock.monotonic
         self._tasks: list[asyncio.Task[None]] = []
         self._works: set[asyncio.Task[None]] = set()
+        self._last_used_s = self._now()
         self._is_placer_ended = False
         self._placer = FramePlacer(
             channel,
@@ -118,6 +119,20 @@ class ReceiveLink(LinkEnd):
     def num_transfers(self) -> int:
         """Transfers that are not over."""
         return len(self._machine.transfers)
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """Time of the end of its last transfer, or None while a transfer runs."""
+        return self._last_used_s if self._machine.is_idle else None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the Link is lost, or its sender was asked to end it and has begun no transfer since."""
+        return self._machine.lost is not None or self._machine.is_retiring
+
+    def retire(self) -> None:
+        """Asks the sender to end the Link, if it is idle."""
+        self._perform(self._machine.retire())
 
     def start(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
         """Begins to receive, from the channel and from the sender's messages."""
@@ -144,6 +159,8 @@ class ReceiveLink(LinkEnd):
         self.outbox.close()
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        if not self._machine.is_idle:
+            self._last_used_s = self._now()
         for action in actions:
             match action:
                 case Send():

@@ -16,6 +16,7 @@ import grpc
 
 from kv_transfer.device_pages import warm_up
 from kv_transfer.link_end import LinkSetup
+from kv_transfer.link_slots import LinkSlots
 from kv_transfer.measure import answer_rounds
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import abort_of
@@ -31,14 +32,16 @@ from kv_transfer.protocol.receiver import ReceiverLink, link_fault
 from kv_transfer.protocol.receiver_transfer import LinkTerms
 from kv_transfer.receive_link import ReceiveLink, ReceiveTarget, Surroundings
 from kv_transfer.transports.base import AnyReceiveChannel, Listener, RingSpec
-from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
-from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, choose
+from kv_transfer.transports.handshake import CHANNEL_ID_BYTES, PADDING_BYTES
+from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, NETWORK_NAMES, Reach, choose
 from kv_transfer.wire import MalformedMessage, channel_key, from_wire, note_arithmetic, to_wire
 from protos import link_pb2, link_pb2_grpc
 from services.runtime.errors import (
+    ChannelUnreachable,
     InvariantViolated,
     LayoutMismatch,
-    Overloaded,
+    LinkRefused,
+    StaleIncarnation,
     TandemError,
     WorkerUnavailable,
 )
@@ -84,7 +87,7 @@ class ChannelAddress:
 class LinkReceiver(link_pb2_grpc.LinkServicer):
     """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
 
-    OSError: the port of `address` cannot be had. `abort` and `close` belong to the event loop's thread.
+    Raises OSError if the port of `address` is taken. `abort` and `close` belong to the event loop's thread.
     """
 
     def __init__(
@@ -106,17 +109,23 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._fence = Fence()
         self._probing = asyncio.Lock()
         self._listeners: dict[str, Listener] = {}
-        self._links: set[ReceiveLink] = set()
+        self._slots: LinkSlots[ReceiveLink] = LinkSlots(MAX_LINKS)
         self._is_closed = False
-        on_port = (name for name in (*HOST_NETWORK, "nccl") if name in self._transports)
-        self._on_port = next(on_port, "") if self._address.port else ""
-        if self._on_port:
-            self._listener(self._on_port)  # now: a port that is taken is told at the start, not to the first sender
+        # Opened now, so that a port that is taken ends the start, and operators can try the port before a sender does.
+        self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "")
+        self.network_address = ""
+        """host:port where senders on other hosts open the payload channel. Empty if no transport leaves the host."""
+        if self._on_port and (self._address.port or self._on_port in HOST_NETWORK):
+            self.network_address = self._advertised(self._listener(self._on_port).address, self._on_port)
 
     @property
     def num_transfers(self) -> int:
         """Transfers that are not over."""
         return sum(link.num_transfers for link in self._links)
+
+    @property
+    def _links(self) -> tuple[ReceiveLink, ...]:
+        return self._slots.links
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> None:
         """Give a transfer up, if it runs; `release` follows when nothing writes to its pages. Idempotent.
@@ -124,7 +133,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         Whatever comes later for this attempt is kept out. A transfer that is being committed is not stopped.
         """
         self._fence.close(transfer_id)
-        for link in tuple(self._links):
+        for link in self._links:
             link.abort(transfer_id, error)
 
     async def close(self) -> None:
@@ -133,11 +142,11 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         Return when nothing is left, or the worker did not answer in time.
         """
         self._is_closed = True
-        for link in tuple(self._links):
+        for link in self._links:
             link.fail(WorkerUnavailable("the receiving worker is shutting down"))
         try:
             async with asyncio.timeout(self._setup.timeouts.commit_s):
-                for link in tuple(self._links):
+                for link in self._links:
                     await link.ended.wait()
         except TimeoutError:
             logger.error("%d Links did not end: the worker does not answer for their pages", len(self._links))
@@ -154,20 +163,26 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         requests = aiter(request_iterator)
         hello = await self._receive_hello(requests)
         refusal = self._refusal_of(hello)
+        if refusal is None and not await self._slots.claim():
+            me = self._setup.identity.worker_id
+            refusal = LinkRefused(
+                f"{me} already has {MAX_LINKS} Links, the most that a worker accepts, and all are in use"
+            )
         if refusal is not None:
-            logger.warning("Link of %s refused: %s", hello.worker_id, refusal)
+            logger.warning("Link refused", extra={"peer": hello.worker_id, "reason": refusal.message})
             yield to_wire(abort_of(None, refusal))
             return
-        terms, ack = self._terms_for(hello)
-        listener = self._listeners[ack.transport]
-        opening = listener.expect(channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes))
-        try:
-            yield to_wire(ack)
-            channel = await self._await_channel(opening)
-        except BaseException:
-            _withdraw(opening)
-            raise
-        link = self._begin(hello, ack.transport, terms, channel)
+        with self._slots.opening():
+            terms, ack = self._terms_for(hello)
+            listener = self._listeners[ack.transport]
+            opening = listener.expect(channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes))
+            try:
+                yield to_wire(ack)
+                channel = await self._await_channel(opening)
+            except BaseException:
+                _withdraw(opening)
+                raise
+            link = self._begin(hello, ack.transport, terms, channel)
         try:
             link.start(requests)
             async for wire in link.outbox:
@@ -225,21 +240,28 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
     def _refusal_of(self, hello: Hello) -> TandemError | None:
         if self._is_closed:
             return WorkerUnavailable("the receiving worker is shutting down")
-        if len(self._links) >= MAX_LINKS:
-            return Overloaded("the receiving worker has as many Links as it takes")
         fault = link_fault(
             hello, layout=self._layout, incarnation=self._setup.identity.incarnation, protocol_version=PROTOCOL_VERSION
         )
         if fault is not None:
             self.counters.count(fault)
         if fault is Reason.STALE_INCARNATION:
-            return WorkerUnavailable("the receiver is not the incarnation that was meant")
+            return StaleIncarnation("the receiver is not the incarnation that was meant")
         if fault is not None:
             difference = self._layout.difference(hello.layout) or "it speaks another version of the protocol"
             return LayoutMismatch(f"the sender's pages do not fit the receiver's: {difference}")
         if self._choose(hello) is None:
-            return WorkerUnavailable("sender and receiver have no transport in common")
+            return self._no_common_transport(hello)
         return None
+
+    def _no_common_transport(self, hello: Hello) -> ChannelUnreachable:
+        me = self._setup.identity.worker_id
+        where = "the same host" if hello.host_id == self._setup.reach.host_id else "different hosts"
+        return ChannelUnreachable(
+            f"{hello.worker_id} and {me}, on {where}, have no transport in common: {hello.worker_id} offers "
+            f"{', '.join(hello.transports) or 'none'}, and {me} accepts {', '.join(self._transports)}; "
+            "start both with --transport auto"
+        )
 
     def _choose(self, hello: Hello) -> str | None:
         sender = Reach(hello.host_id, hello.gpu_id, hello.nccl)
@@ -261,6 +283,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             channel_token=secrets.token_bytes(TOKEN_BYTES),
             ring_slots=ring.num_slots,
             ring_slot_bytes=ring.slot_bytes,
+            padding_bytes=PADDING_BYTES if hello.sends_padding and transport in NETWORK_NAMES else 0,
         )
         return LinkTerms(sender=hello.layout, receiver=self._layout, slot_bytes=ring.slot_bytes), ack
 
@@ -290,9 +313,9 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             counters=self.counters,
             now=self._setup.clock.monotonic(),
         )
-        around = Surroundings(self._setup, hello.worker_id, terms, self.abort, self._links.discard)
+        around = Surroundings(self._setup, hello.worker_id, terms, self.abort, self._slots.remove)
         link = ReceiveLink(machine, channel, self._target, around)
-        self._links.add(link)
+        self._slots.add(link)
         logger.info("handoff channel %s from %s", transport, hello.worker_id)
         note_arithmetic(self._layout, hello.layout, hello.worker_id)
         return link

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from kv_transfer.link_end import LinkEnd, LinkSetup
+from kv_transfer.link_errors import lost_link_error
 from kv_transfer.protocol.actions import (
     Action,
     FailLink,
@@ -22,6 +23,7 @@ from kv_transfer.protocol.actions import (
     ReportFailed,
     ReportGranted,
     ReportReleased,
+    RetireLink,
     Send,
     SkipChunks,
 )
@@ -33,15 +35,7 @@ from kv_transfer.transports.base import AnySendChannel
 from kv_transfer.wire import from_wire, tick_until_cancelled
 from protos import link_pb2
 from services.runtime.clock import Deadline
-from services.runtime.errors import (
-    LayoutMismatch,
-    Overloaded,
-    RequestCancelled,
-    TandemError,
-    TransferFailed,
-    WorkerUnavailable,
-)
-from services.runtime.rpc import error_from_rpc, refusal
+from services.runtime.errors import RequestCancelled, TandemError, TransferFailed
 from services.scheduling.links import Carried, LinkMeter
 
 Call: TypeAlias = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
@@ -94,7 +88,8 @@ class SendTransfer:
     async def granted(self) -> None:
         """Wait for the receiver's pages.
 
-        Raises NoFreePages or the receiver's other refusal, WorkerUnavailable, TransferFailed, DeadlineExceeded.
+        Raises NoFreePages or another refusal of the receiver, TransferFailed, DeadlineExceeded, or WorkerUnavailable if
+        this worker is shutting down.
         """
         outcome = await asyncio.shield(self._granted)
         if isinstance(outcome, TandemError):
@@ -115,7 +110,8 @@ class SendTransfer:
     async def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int) -> HandoffStats:
         """Say that all was sent and wait until the receiver owns it.
 
-        Raises what ended the transfer: TransferFailed, WorkerUnavailable, DeadlineExceeded, or the receiver's refusal.
+        Raises the error that ended the transfer: TransferFailed, DeadlineExceeded, the receiver's refusal, or
+        WorkerUnavailable if this worker is shutting down.
         When it returns or raises (other than by cancellation), nothing reads the pages.
         """
         self._raise_if_ended()
@@ -196,7 +192,7 @@ class SendLink(LinkEnd):
         self.transport = opened.ack.transport
         self.receiver_id = opened.ack.worker_id
         self.is_retired = False
-        """Another Link has taken its place; it ends with its last transfer."""
+        """Whether it takes no further transfers and ends with the last one."""
         self.now = setup.clock.monotonic
         self._opened = opened
         self._generations = setup.generations
@@ -234,13 +230,13 @@ class SendLink(LinkEnd):
         return self._machine.lost is not None
 
     def retire(self) -> None:
-        """End with the last transfer that has begun."""
+        """Ends the Link with the last transfer that has begun on it."""
         self.is_retired = True
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
         if not self._handles:
-            self.fail(WorkerUnavailable("another Link has taken its place"))
+            self.fail(TransferFailed("the Link was retired"))
 
     async def ask(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
         """Begin a transfer; return when the receiver is sure to hear of it, or the transfer has ended."""
@@ -290,7 +286,7 @@ class SendLink(LinkEnd):
         if self.is_lost:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
-        logger.log(level, "%s is lost: %s", self._name, error)
+        logger.log(level, "%s ended: %s", self._name, error)
         if not self.is_retired or self._handles:
             self._counters.count(Reason.LINK_LOST)
         actions = self._machine.link_lost(error)
@@ -322,6 +318,8 @@ class SendLink(LinkEnd):
                         self._loop.call_soon(self._end_if_idle)
                 case FailLink():
                     self.fail(action.error)
+                case RetireLink():
+                    self.retire()
                 case _:
                     raise AssertionError(f"{action} is not an action of the sender")
 
@@ -332,7 +330,7 @@ class SendLink(LinkEnd):
         while True:
             wire = await self._opened.call.read()
             if not isinstance(wire, link_pb2.LinkMessage):
-                raise WorkerUnavailable("the receiver ended the Link")
+                raise TransferFailed("the receiver ended the Link")
             self._perform(self._machine.on_message(from_wire(wire), self.now()))
 
     async def _write(self) -> None:
@@ -349,12 +347,12 @@ class SendLink(LinkEnd):
     def _on_task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, grpc.aio.AioRpcError):
-            error = link_error(error)
+            error = lost_link_error(error)
         if error is not None and not isinstance(error, TandemError):
             if not isinstance(error, asyncio.InvalidStateError):  # a write to a call that has just ended
                 logger.error("a task of the Link failed", exc_info=error)
-            error = WorkerUnavailable("the Link broke")
-        self.fail(error or WorkerUnavailable("the Link was ended"))
+            error = TransferFailed("the Link broke")
+        self.fail(error or TransferFailed("the Link was ended"))
 
     def _on_answer(self, chunk: PostChunk, answer: Answer) -> None:
         if answer == "skipped":
@@ -370,7 +368,7 @@ class SendLink(LinkEnd):
         self.fail(error)
 
     def _on_poster_ended(self) -> None:
-        self.fail(WorkerUnavailable("the channel was closed"))
+        self.fail(TransferFailed("the channel was closed"))
         self._perform_last(self._machine.channel_ended())
         self._closing = self._loop.create_task(self._close_call())
 
@@ -378,13 +376,3 @@ class SendLink(LinkEnd):
         self._opened.call.cancel()
         await self._opened.rpc_channel.close()
         self._on_ended()
-
-
-def link_error(error: grpc.aio.AioRpcError) -> TandemError:
-    """Return what the end of the stream means: the receiver's own reason, or that it cannot be reached."""
-    refused = refusal(error)
-    if refused is not None:
-        return refused
-    meant = error_from_rpc(error)
-    is_reason = isinstance(meant, WorkerUnavailable | TransferFailed | LayoutMismatch | Overloaded)
-    return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")

@@ -14,32 +14,29 @@ import grpc
 from kv_transfer import measure as probing
 from kv_transfer.device_pages import warm_up
 from kv_transfer.doubting import LinkDoubts
+from kv_transfer.link_dialling import LinkDialler
 from kv_transfer.link_end import LinkSetup
-from kv_transfer.protocol.counters import Reason
-from kv_transfer.protocol.failures import error_from
-from kv_transfer.protocol.messages import Abort, Hello, HelloAck, TransferId
-from kv_transfer.send_link import Call, Opened, SendLink, SendTransfer, link_error
-from kv_transfer.transports.base import AnySendChannel, ChannelBroken, RingSpec, Transport
-from kv_transfer.transports.registry import AUTO, in_order
-from kv_transfer.wire import MalformedMessage, channel_key, from_wire, note_arithmetic, to_wire
-from protos import link_pb2, link_pb2_grpc, worker_pb2
+from kv_transfer.link_retries import LinkKey, LinkRetries
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.send_link import Call, Opened, SendLink, SendTransfer
+from protos import link_pb2_grpc, worker_pb2
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
+    ChannelUnreachable,
     DeadlineExceeded,
-    LayoutMismatch,
+    PeerUnreachable,
     RequestCancelled,
     TandemError,
-    TransferFailed,
     WorkerUnavailable,
 )
 from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 from services.scheduling.links import LinkMeters
 
-OPENING_SHARE = 0.8
-"""Share of the time for a Link that opening one channel may take: some must be left for the next one."""
+SLOW_DIAL_S = 0.8
+"""A dial that takes this long to fail is retried in the background, and no further request waits for it."""
 
-CONNECT, PROBE = "/tandem.v1.Link/Connect", "/tandem.v1.Link/Probe"
-"""Methods as proofs name them."""
+PROBE = "/tandem.v1.Link/Probe"
+"""The method as proofs name it."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +56,18 @@ class SendLinks:
         self.meters = LinkMeters()
         self._setup = setup
         warm_up(setup.pool)
-        self._transports = setup.available.resolve(setup.transports)
-        self._is_auto = AUTO in setup.transports
-        self._measured: dict[str, tuple[float, probing.Measured]] = {}
-        self._unopened: dict[str, set[str]] = {}
-        """By receiver, the transports that could not be opened: those of `auto`, until they are measured."""
+        self._dialler = LinkDialler(setup)
         self._channels: dict[str, str] = {}
         self._on_channels = on_channels
         self._clock = setup.clock
-        self._links: dict[tuple[str, str], asyncio.Future[SendLink]] = {}
+        self._links: dict[LinkKey, asyncio.Future[SendLink]] = {}
         self._closing: set[asyncio.Event] = set()
         self._retired: set[SendLink] = set()
         """Links that others have taken the place of, until they end."""
         self._improving: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._doubts = LinkDoubts(self.meters, self._measure_again, clock=self._clock)
+        self._retries = LinkRetries(self._open_link, clock=self._clock)
 
     async def reserve(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
@@ -99,14 +93,15 @@ class SendLinks:
         when the question has left this process. It reaches the receiver even if the process dies then, unless that
         notices the broken connection before it has read the question.
 
-        Raises WorkerUnavailable if it cannot be reached or is not that incarnation, LayoutMismatch, TransferFailed,
-        DeadlineExceeded.
+        Raises PeerUnreachable, or its subclass LinkRefused or ChannelUnreachable, if no Link can be made. Raises
+        StaleIncarnation, NotProven or LayoutMismatch if the receiver is not the one that was meant, DeadlineExceeded,
+        and WorkerUnavailable if this worker is shutting down.
         """
         deadline.check()
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 link = await self._link_to(address, peer_incarnation)
-                if link.is_retired:  # Another has just taken its place.
+                while link.is_retired:  # between its making and this moment
                     link = await self._link_to(address, peer_incarnation)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
@@ -127,6 +122,7 @@ class SendLinks:
         """Fail what runs, end all Links, return when no thread of theirs is left."""
         self._is_closed = True
         await self._doubts.close()
+        await self._retries.close()
         for improving in self._improving:
             improving.cancel()
         await asyncio.gather(*self._improving, return_exceptions=True)
@@ -147,42 +143,76 @@ class SendLinks:
         key = (address, peer_incarnation)
         place = self._links.get(key)
         if place is None:
+            error = self._retries.error_for(key)
+            if error is not None:
+                raise error
             place = task = asyncio.create_task(self._dial(key))
             self._links[key] = task
             task.add_done_callback(lambda done: self._on_dialled(key, task))
         # Shielded: others may wait for the same Link, and a Link half made is worth finishing.
         return await asyncio.shield(place)
 
-    def _on_dialled(self, key: tuple[str, str], task: asyncio.Task[SendLink]) -> None:
+    def _on_dialled(self, key: LinkKey, task: asyncio.Task[SendLink]) -> None:
         if task.cancelled() or task.exception() is not None:
             if self._links.get(key) is task:
                 del self._links[key]
             return
-        link = task.result()
+        self._note_link(key, task.result())
+
+    def _note_link(self, key: LinkKey, link: SendLink) -> None:
         self._note_channel(link.receiver_id, link.transport)
         self._doubts.note(link.receiver_id, key, link.transport)
         if link.is_lost:
             self._forget(key, link)
-        elif self._is_auto and len(self._transports) > 1 and not self._is_closed and not self._is_measured(key[0]):
+        elif self._dialler.wants_measurement(key[0]) and not self._is_closed:
             improving = asyncio.create_task(self._improve(key, link), name=f"measure {key[0]}")
             self._improving.add(improving)
             improving.add_done_callback(self._improving.discard)
 
-    def _is_current(self, key: tuple[str, str], link: SendLink) -> bool:
+    async def _open_link(self, key: LinkKey) -> None:
+        """Makes a Link that no request waits for, unless there is one. Raises what `ask` does."""
+        if key in self._links:
+            return
+        link = await self._make(key)
+        if key in self._links or self._is_closed:
+            link.retire()
+            return
+        self._put(key, link)
+        self._note_link(key, link)
+
+    async def _dial(self, key: LinkKey) -> SendLink:
+        """Makes a Link for a request. One that takes long to fail is tried again in the background."""
+        start_s = self._clock.monotonic()
+        try:
+            return await self._make(key)
+        except PeerUnreachable as error:
+            is_slow = self._clock.monotonic() - start_s >= SLOW_DIAL_S
+            if (is_slow or isinstance(error, ChannelUnreachable)) and not self._is_closed:
+                self._retries.failed(key, error)
+            raise
+
+    async def _make(self, key: LinkKey) -> SendLink:
+        return self._adopt(key, await self._dialler.dial(key))
+
+    def _put(self, key: LinkKey, link: SendLink) -> None:
+        self._links[key] = place = asyncio.get_running_loop().create_future()
+        place.set_result(link)
+
+    def _is_current(self, key: LinkKey, link: SendLink) -> bool:
         """Whether a caller that wants a Link to that receiver gets this one."""
         place = self._links.get(key)
         if place is None or not place.done() or place.cancelled() or place.exception() is not None:
             return False
         return place.result() is link
 
-    def _forget(self, key: tuple[str, str], link: SendLink) -> None:
+    def _forget(self, key: LinkKey, link: SendLink) -> None:
         """The Link is lost. One that has only just been made is forgotten by `_on_dialled`."""
         self._retired.discard(link)
         if self._is_current(key, link):
             del self._links[key]
             self._note_channel(link.receiver_id, None)
 
-    async def _improve(self, key: tuple[str, str], link: SendLink) -> None:
+    async def _improve(self, key: LinkKey, link: SendLink) -> None:
         """Measure the channels to a receiver and, where another one is better, put a Link over it in its place."""
         await asyncio.sleep(probing.AFTER_S)
         if not self._is_current(key, link):
@@ -191,73 +221,41 @@ class SendLinks:
             measured = await self.measure(key)
             if not measured.bytes_per_s:
                 return
-            self._measured[key[0]] = self._clock.monotonic(), measured
-            measured.teach(self.meters.to(link.receiver_id).opinion, self._offer_to(key[0])[0], self._clock.monotonic())
-            self._unopened.pop(key[0], None)
-            if self._offer_to(key[0])[0] == link.transport or not self._is_current(key, link):
+            self._dialler.note_measured(key[0], measured)
+            best = self._dialler.offer_to(key[0])[0]
+            measured.teach(self.meters.to(link.receiver_id).opinion, best, self._clock.monotonic())
+            if best == link.transport or not self._is_current(key, link):
                 return
-            better = await self._dial(key)
+            better = await self._make(key)
         except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the last: its call has ended
             logger.info("the channels to %s were not measured, or not changed: %s", key[0], error)
             return
         if better.is_lost or better.transport == link.transport or not self._is_current(key, link):
             better.retire()
             return
-        self._links[key] = place = asyncio.get_running_loop().create_future()
-        place.set_result(better)
+        self._put(key, better)
         self._note_channel(better.receiver_id, better.transport)
         self._doubts.note(better.receiver_id, key, better.transport)
         self._retired.add(link)
         link.retire()
 
-    async def _dial(self, key: tuple[str, str]) -> SendLink:
-        offered = self._offer_to(key[0])
-        try:
-            async with asyncio.timeout(self._setup.timeouts.connect_s):
-                while True:
-                    try:
-                        return await self._dial_with(key, offered)
-                    except _ChannelNotOpened as failure:
-                        self._unopened.setdefault(key[0], set()).add(failure.transport)
-                        offered = tuple(name for name in offered if name != failure.transport)
-                        if not offered:
-                            raise TransferFailed(failure.message) from failure
-                        logger.warning("channel %s to %s: %s; trying %s", failure.transport, key[0], failure, offered)
-        except TimeoutError:
-            raise WorkerUnavailable("the receiver did not make a Link in time") from None
-        except grpc.aio.AioRpcError as error:
-            raise link_error(error) from error
-
-    def _is_measured(self, address: str) -> bool:
-        measured_at, measured = self._measured.get(address, (0.0, None))
-        return measured is not None and self._clock.monotonic() - measured_at <= probing.VALID_S
-
-    def _offer_to(self, address: str) -> tuple[str, ...]:
-        """Return the transports to offer to a receiver, best first as far as that is known."""
-        if not self._is_auto:
-            return self._transports
-        if self._is_measured(address):
-            _, measured = self._measured[address]
-            return in_order(self._transports, measured.bytes_per_s)
-        return tuple(sorted(self._transports, key=self._unopened.get(address, set()).__contains__))
-
-    async def _measure_again(self, key: tuple[str, str], transport: str) -> probing.Measured:
+    async def _measure_again(self, key: LinkKey, transport: str) -> probing.Measured:
         """Measure the channel that is in use with as little traffic as will do. Raises what `measure` does."""
         return await self.measure(key, (transport,), most_bytes=probing.RETRY_BYTES)
 
     async def measure(
-        self, key: tuple[str, str], transports: tuple[str, ...] = (), *, most_bytes: int | None = None
+        self, key: LinkKey, transports: tuple[str, ...] = (), *, most_bytes: int | None = None
     ) -> probing.Measured:
-        """Measure the channels to a receiver, by its address and incarnation, with rounds of `most_bytes` at most.
+        """Measures the channels to a receiver, by its address and incarnation, with rounds of `most_bytes` at most.
 
-        No `transports` are all of them. Raises grpc's error where the receiver cannot be reached, NotProven, and its
-        refusal.
+        Measures all of them if no `transports` are given. Raises gRPC's error if the receiver cannot be reached,
+        NotProven, and the receiver's refusal.
         """
         address, peer_incarnation = key
         rpc_channel = make_channel(address)
         try:
             stub = link_pb2_grpc.LinkStub(rpc_channel)
-            hello = self._hello(peer_incarnation, transports or self._transports)
+            hello = self._dialler.hello(peer_incarnation, transports or self._dialler.transports)
 
             async def begin() -> Call:
                 proof = await prove(rpc_channel, PROBE, incarnation=peer_incarnation)
@@ -265,7 +263,7 @@ class SendLinks:
                 await check_answer(proof, call)
                 return call
 
-            measured = await probing.measure(begin, hello, self._open_channel, most_bytes=most_bytes)
+            measured = await probing.measure(begin, hello, self._dialler.open_channel, most_bytes=most_bytes)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -275,43 +273,6 @@ class SendLinks:
         logger.info("channels to %s: %s", address, measured)
         return measured
 
-    def _hello(self, peer_incarnation: str, offered: tuple[str, ...]) -> Hello:
-        return Hello(
-            worker_id=self._setup.identity.worker_id,
-            incarnation=self._setup.identity.incarnation,
-            peer_incarnation=peer_incarnation,
-            layout=self._setup.layout,
-            transports=offered,
-            host_id=self._setup.reach.host_id,
-            gpu_id=self._setup.reach.gpu_id,
-            nccl=self._setup.reach.nccl,
-        )
-
-    async def _dial_with(self, key: tuple[str, str], offered: tuple[str, ...]) -> SendLink:
-        address, peer_incarnation = key
-        hello = self._hello(peer_incarnation, offered)
-        rpc_channel = make_channel(address)
-        call: Call | None = None
-        try:
-            proof = await prove(rpc_channel, CONNECT, incarnation=peer_incarnation)
-            call = link_pb2_grpc.LinkStub(rpc_channel).Connect(metadata=metadata_of(proof))
-            await check_answer(proof, call)
-            ack = await _greet(call, hello)
-            self._check(hello, ack)
-            channel = await self._open_channel(hello, ack)
-        except BaseException:
-            if call is not None:
-                call.cancel()
-            await rpc_channel.close()
-            raise
-        logger.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
-        note_arithmetic(self._setup.layout, ack.layout, ack.worker_id)
-        return self._adopt(key, Opened(rpc_channel, call, channel, hello, ack))
-
-    async def _open_channel(self, hello: Hello, ack: HelloAck) -> AnySendChannel:
-        timeout_s = OPENING_SHARE * self._setup.timeouts.connect_s
-        return await _open_channel(self._setup.available[ack.transport], hello, ack, timeout_s)
-
     def _note_channel(self, worker_id: str, transport: str | None) -> None:
         if transport is None:
             self._channels.pop(worker_id, None)
@@ -320,19 +281,7 @@ class SendLinks:
         if self._on_channels is not None:
             self._on_channels(dict(self._channels))
 
-    def _check(self, hello: Hello, ack: HelloAck) -> None:
-        if ack.incarnation != hello.peer_incarnation:
-            self.counters.count(Reason.STALE_INCARNATION)
-            raise WorkerUnavailable("the receiver is not the incarnation that was meant")
-        difference = hello.layout.difference(ack.layout)
-        if difference or ack.ring_slot_bytes < hello.layout.page_bytes:
-            self.counters.count(Reason.LAYOUT_MISMATCH)
-            difference = difference or "a page is larger than a slot of its ring"
-            raise LayoutMismatch(f"the receiver's pages do not fit ours: {difference}")
-        if ack.transport not in hello.transports:
-            raise MalformedMessage("the receiver chose a transport that was not offered")
-
-    def _adopt(self, key: tuple[str, str], opened: Opened) -> SendLink:
+    def _adopt(self, key: LinkKey, opened: Opened) -> SendLink:
         ended = asyncio.Event()
         self._closing.add(ended)
 
@@ -348,47 +297,3 @@ class SendLinks:
             on_ended=on_ended,
         )
         return link
-
-
-class _ChannelNotOpened(TransferFailed):
-    """The receiver answered, but the channel could not be opened."""
-
-    def __init__(self, transport: str, message: str) -> None:
-        super().__init__(message)
-        self.transport = transport
-
-
-async def _greet(call: Call, hello: Hello) -> HelloAck:
-    """Introduce ourselves and return the answer. Raises the receiver's refusal."""
-    await call.write(to_wire(hello))
-    wire = await call.read()
-    if not isinstance(wire, link_pb2.LinkMessage):
-        raise WorkerUnavailable("the receiver ended the Link at once")
-    match from_wire(wire):
-        case HelloAck() as ack:
-            return ack
-        case Abort(id=None) as refusal:
-            raise error_from(refusal)
-        case _:
-            raise MalformedMessage("the receiver did not introduce itself")
-
-
-async def _open_channel(transport: Transport, hello: Hello, ack: HelloAck, timeout_s: float) -> AnySendChannel:
-    key, ring = channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes)
-    opening = asyncio.get_running_loop().run_in_executor(
-        None, lambda: transport.open(ack.channel_address, key, ring, timeout_s=timeout_s)
-    )
-    try:
-        return await asyncio.shield(opening)
-    except ChannelBroken as error:
-        raise _ChannelNotOpened(ack.transport, error.message) from error
-    except asyncio.CancelledError:
-        # The thread continues: what it opens must not stay open.
-        opening.add_done_callback(_discard_channel)
-        raise
-
-
-def _discard_channel(opening: asyncio.Future[AnySendChannel]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().shutdown()
-        opening.result().close()

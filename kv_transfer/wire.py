@@ -29,14 +29,16 @@ from kv_transfer.protocol.messages import (
     Message,
     Probed,
     Reserve,
+    Retire,
     Seal,
     TransferId,
     WireLayout,
 )
 from kv_transfer.transports.base import ChannelKey
+from kv_transfer.transports.handshake import MAX_PADDING_BYTES
 from kv_transfer.transports.registry import local_host_id
 from protos import link_pb2
-from services.runtime.errors import TransferFailed, WorkerUnavailable
+from services.runtime.errors import TransferFailed
 
 SERVICE_NAME = "tandem.v1.Link"
 TICK_S = 0.1
@@ -72,11 +74,11 @@ class Outbox:
         self._is_closed = False
 
     def put(self, message: Message) -> None:
-        """Queue a message. Raises WorkerUnavailable when the peer has stopped reading."""
+        """Queues a message. Raises TransferFailed if the peer has stopped reading."""
         if self._is_closed:
             return
         if self._queue.qsize() >= MAX_OUTBOX:
-            raise WorkerUnavailable("the peer does not read its Link")
+            raise TransferFailed("the peer does not read its Link")
         self._queue.put_nowait(message)
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:
         channel_id = bytes.fromhex(ack.channel_id)
     except ValueError:
         raise MalformedMessage("the channel's id is not hexadecimal") from None
-    parts = (
+    parts: tuple[str, ...] = (
         str(hello.protocol_version),
         hello.incarnation,
         ack.incarnation,
@@ -121,7 +123,11 @@ def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:
         str(ack.ring_slots),
         str(ack.ring_slot_bytes),
     )
-    return ChannelKey(channel_id, ack.channel_token, "\0".join(parts).encode())
+    if not 0 <= ack.padding_bytes <= MAX_PADDING_BYTES:
+        raise MalformedMessage(f"{ack.padding_bytes} bytes of padding are more than {MAX_PADDING_BYTES}")
+    if ack.padding_bytes:
+        parts += (str(ack.padding_bytes),)
+    return ChannelKey(channel_id, ack.channel_token, "\0".join(parts).encode(), ack.padding_bytes)
 
 
 def to_wire(message: Message) -> link_pb2.LinkMessage:
@@ -157,6 +163,8 @@ def to_wire(message: Message) -> link_pb2.LinkMessage:
             return link_pb2.LinkMessage(abort_ack=link_pb2.AbortAck(id=_id_to_wire(message.id)))
         case Heartbeat():
             return link_pb2.LinkMessage(heartbeat=link_pb2.Heartbeat())
+        case Retire():
+            return link_pb2.LinkMessage(retire=link_pb2.Retire())
         case Probed():
             return link_pb2.LinkMessage(probed=link_pb2.Probed(num_bytes=message.num_bytes))
 
@@ -185,6 +193,8 @@ def from_wire(wire: link_pb2.LinkMessage) -> Message:
             return AbortAck(_id_from_wire(wire.abort_ack.id))
         case "heartbeat":
             return Heartbeat()
+        case "retire":
+            return Retire()
         case "probed":
             return Probed(wire.probed.num_bytes)
         case _:
@@ -202,6 +212,7 @@ def _hello_to_wire(hello: Hello) -> link_pb2.LinkHello:
         protocol_version=hello.protocol_version,
         gpu_id=hello.gpu_id,
         nccl=hello.nccl,
+        sends_padding=hello.sends_padding,
     )
 
 
@@ -216,6 +227,7 @@ def _hello_from_wire(wire: link_pb2.LinkHello) -> Hello:
         protocol_version=wire.protocol_version,
         gpu_id=wire.gpu_id,
         nccl=wire.nccl,
+        sends_padding=wire.sends_padding,
     )
 
 
@@ -230,6 +242,7 @@ def _ack_to_wire(ack: HelloAck) -> link_pb2.LinkHelloAck:
         channel_token=ack.channel_token,
         ring_slots=ack.ring_slots,
         ring_slot_bytes=ack.ring_slot_bytes,
+        padding_bytes=ack.padding_bytes,
     )
 
 
@@ -246,6 +259,7 @@ def _ack_from_wire(wire: link_pb2.LinkHelloAck) -> HelloAck:
         channel_token=wire.channel_token,
         ring_slots=wire.ring_slots,
         ring_slot_bytes=wire.ring_slot_bytes,
+        padding_bytes=wire.padding_bytes,
     )
 
 

@@ -57,9 +57,8 @@ def make(common: Common[PrefillWorkerConfig, PrefillReport, PrefillEngine]) -> M
         lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
         lambda server: link_pb2_grpc.add_PrefixesServicer_to_server(giver, server),
     )
-    return Made(
-        worker, add_services, record_fields={"pulls": worker.prefixes is not None, "embeds": common.facts.embeds}
-    )
+    said = {"pulls": worker.prefixes is not None, "embeds": common.facts.embeds}
+    return Made(worker, add_services, record_fields={**said, "transfer_address": receiver.network_address})
 
 
 SERVICES = (SERVICE_NAME, LINK_SERVICE_NAME, PREFIXES_SERVICE_NAME)

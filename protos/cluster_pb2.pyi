@@ -385,8 +385,8 @@ class Trouble(_message.Message):
     REMEDY_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """api_keys, certificate, circuit, clock, gone, left_out, link, missing, redis, redis_slow, storage or unreachable; later versions
-    may have more.
+    """One of api_keys, background_task, certificate, circuit, clock, flapping, gone, hot_spot, kernels, left_out, link, log,
+    missing, quarantine, redis, redis_slow, storage, or unreachable. Later versions may add others.
     """
     subject: _builtins.str
     """What it is wrong with: a worker's id, two of them, `redis`, `gateway`, a role."""
@@ -738,7 +738,7 @@ class Location(_message.Message):
     PREFILL_REGION_FIELD_NUMBER: _builtins.int
     DECODE_REGION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """queued, admitted, prefilling, transferring, decoding, finished, failed or cancelled."""
+    """queued, admitted, prefilling, transferring, decoding, finished, failed, cancelled, or interrupted: its gateway died."""
     attempt: _builtins.int
     """Number of the attempt, from 1."""
     gateway: _builtins.str

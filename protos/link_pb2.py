@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/link.proto\x12\ttandem.v1\"\xcd\x03\n\x0bLinkMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.tandem.v1.LinkHelloH\x00\x12,\n\thello_ack\x18\x02 \x01(\x0b\x32\x17.tandem.v1.LinkHelloAckH\x00\x12%\n\x07reserve\x18\x03 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07granted\x18\x04 \x01(\x0b\x32\x12.tandem.v1.GrantedH\x00\x12\'\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x16.tandem.v1.ChunkHeaderH\x00\x12\x1f\n\x04seal\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.SealH\x00\x12)\n\tcommitted\x18\x07 \x01(\x0b\x32\x14.tandem.v1.CommittedH\x00\x12!\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12(\n\tabort_ack\x18\t \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x12)\n\theartbeat\x18\n \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x12#\n\x06probed\x18\x0b \x01(\x0b\x32\x11.tandem.v1.ProbedH\x00\x42\t\n\x07message\"1\n\nTransferId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd6\x01\n\nPageLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\t \x01(\r\x12\x19\n\x11pipeline_parallel\x18\n \x01(\r\"\xd1\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x03 \x01(\t\x12%\n\x06layout\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PageLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x0e\n\x06gpu_id\x18\x08 \x01(\t\x12\x0c\n\x04nccl\x18\t \x01(\t\"\xe1\x01\n\x0cLinkHelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.tandem.v1.PageLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0f\x63hannel_address\x18\x05 \x01(\t\x12\x12\n\nchannel_id\x18\x06 \x01(\t\x12\x15\n\rchannel_token\x18\x07 \x01(\x0c\x12\x12\n\nring_slots\x18\x08 \x01(\r\x12\x17\n\x0fring_slot_bytes\x18\t \x01(\x04\"U\n\x07Reserve\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"G\n\x07Granted\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x94\x01\n\x0b\x43hunkHeader\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\x12\x13\n\x0b\x63hannel_seq\x18\x03 \x01(\x04\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\xba\x01\n\x04Seal\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x07 \x01(\r\x12\x19\n\x11sampling_position\x18\x08 \x01(\r\".\n\tCommitted\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\"a\n\x05\x41\x62ort\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"-\n\x08\x41\x62ortAck\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\"\x0b\n\tHeartbeat\"\x1b\n\x06Probed\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xbf\x01\n\nGivePrefix\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x19\n\x11giver_incarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\"4\n\x0bPrefixGiven\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32\x82\x01\n\x04Link\x12=\n\x07\x43onnect\x12\x16.tandem.v1.LinkMessage\x1a\x16.tandem.v1.LinkMessage(\x01\x30\x01\x12;\n\x05Probe\x12\x16.tandem.v1.LinkMessage\x1a\x16.tandem.v1.LinkMessage(\x01\x30\x01\x32\x45\n\x08Prefixes\x12\x39\n\x04Give\x12\x15.tandem.v1.GivePrefix\x1a\x16.tandem.v1.PrefixGiven(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/link.proto\x12\ttandem.v1\"\xf2\x03\n\x0bLinkMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.tandem.v1.LinkHelloH\x00\x12,\n\thello_ack\x18\x02 \x01(\x0b\x32\x17.tandem.v1.LinkHelloAckH\x00\x12%\n\x07reserve\x18\x03 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07granted\x18\x04 \x01(\x0b\x32\x12.tandem.v1.GrantedH\x00\x12\'\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x16.tandem.v1.ChunkHeaderH\x00\x12\x1f\n\x04seal\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.SealH\x00\x12)\n\tcommitted\x18\x07 \x01(\x0b\x32\x14.tandem.v1.CommittedH\x00\x12!\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12(\n\tabort_ack\x18\t \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x12)\n\theartbeat\x18\n \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x12#\n\x06probed\x18\x0b \x01(\x0b\x32\x11.tandem.v1.ProbedH\x00\x12#\n\x06retire\x18\x0c \x01(\x0b\x32\x11.tandem.v1.RetireH\x00\x42\t\n\x07message\"1\n\nTransferId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd6\x01\n\nPageLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\t \x01(\r\x12\x19\n\x11pipeline_parallel\x18\n \x01(\r\"\xe8\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x03 \x01(\t\x12%\n\x06layout\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PageLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x0e\n\x06gpu_id\x18\x08 \x01(\t\x12\x0c\n\x04nccl\x18\t \x01(\t\x12\x15\n\rsends_padding\x18\n \x01(\x08\"\xf8\x01\n\x0cLinkHelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.tandem.v1.PageLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x17\n\x0f\x63hannel_address\x18\x05 \x01(\t\x12\x12\n\nchannel_id\x18\x06 \x01(\t\x12\x15\n\rchannel_token\x18\x07 \x01(\x0c\x12\x12\n\nring_slots\x18\x08 \x01(\r\x12\x17\n\x0fring_slot_bytes\x18\t \x01(\x04\x12\x15\n\rpadding_bytes\x18\n \x01(\r\"U\n\x07Reserve\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"G\n\x07Granted\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x94\x01\n\x0b\x43hunkHeader\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\x12\x13\n\x0b\x63hannel_seq\x18\x03 \x01(\x04\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\xba\x01\n\x04Seal\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x07 \x01(\r\x12\x19\n\x11sampling_position\x18\x08 \x01(\r\".\n\tCommitted\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\"a\n\x05\x41\x62ort\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"-\n\x08\x41\x62ortAck\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\"\x0b\n\tHeartbeat\"\x08\n\x06Retire\"\x1b\n\x06Probed\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xbf\x01\n\nGivePrefix\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TransferId\x12\x19\n\x11giver_incarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\"4\n\x0bPrefixGiven\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32\x82\x01\n\x04Link\x12=\n\x07\x43onnect\x12\x16.tandem.v1.LinkMessage\x1a\x16.tandem.v1.LinkMessage(\x01\x30\x01\x12;\n\x05Probe\x12\x16.tandem.v1.LinkMessage\x1a\x16.tandem.v1.LinkMessage(\x01\x30\x01\x32\x45\n\x08Prefixes\x12\x39\n\x04Give\x12\x15.tandem.v1.GivePrefix\x1a\x16.tandem.v1.PrefixGiven(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,39 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LINKMESSAGE']._serialized_start=33
-  _globals['_LINKMESSAGE']._serialized_end=494
-  _globals['_TRANSFERID']._serialized_start=496
-  _globals['_TRANSFERID']._serialized_end=545
-  _globals['_PAGELAYOUT']._serialized_start=548
-  _globals['_PAGELAYOUT']._serialized_end=762
-  _globals['_LINKHELLO']._serialized_start=765
-  _globals['_LINKHELLO']._serialized_end=974
-  _globals['_LINKHELLOACK']._serialized_start=977
-  _globals['_LINKHELLOACK']._serialized_end=1202
-  _globals['_RESERVE']._serialized_start=1204
-  _globals['_RESERVE']._serialized_end=1289
-  _globals['_GRANTED']._serialized_start=1291
-  _globals['_GRANTED']._serialized_end=1362
-  _globals['_CHUNKHEADER']._serialized_start=1365
-  _globals['_CHUNKHEADER']._serialized_end=1513
-  _globals['_SEAL']._serialized_start=1516
-  _globals['_SEAL']._serialized_end=1702
-  _globals['_COMMITTED']._serialized_start=1704
-  _globals['_COMMITTED']._serialized_end=1750
-  _globals['_ABORT']._serialized_start=1752
-  _globals['_ABORT']._serialized_end=1849
-  _globals['_ABORTACK']._serialized_start=1851
-  _globals['_ABORTACK']._serialized_end=1896
-  _globals['_HEARTBEAT']._serialized_start=1898
-  _globals['_HEARTBEAT']._serialized_end=1909
-  _globals['_PROBED']._serialized_start=1911
-  _globals['_PROBED']._serialized_end=1938
-  _globals['_GIVEPREFIX']._serialized_start=1941
-  _globals['_GIVEPREFIX']._serialized_end=2132
-  _globals['_PREFIXGIVEN']._serialized_start=2134
-  _globals['_PREFIXGIVEN']._serialized_end=2186
-  _globals['_LINK']._serialized_start=2189
-  _globals['_LINK']._serialized_end=2319
-  _globals['_PREFIXES']._serialized_start=2321
-  _globals['_PREFIXES']._serialized_end=2390
+  _globals['_LINKMESSAGE']._serialized_end=531
+  _globals['_TRANSFERID']._serialized_start=533
+  _globals['_TRANSFERID']._serialized_end=582
+  _globals['_PAGELAYOUT']._serialized_start=585
+  _globals['_PAGELAYOUT']._serialized_end=799
+  _globals['_LINKHELLO']._serialized_start=802
+  _globals['_LINKHELLO']._serialized_end=1034
+  _globals['_LINKHELLOACK']._serialized_start=1037
+  _globals['_LINKHELLOACK']._serialized_end=1285
+  _globals['_RESERVE']._serialized_start=1287
+  _globals['_RESERVE']._serialized_end=1372
+  _globals['_GRANTED']._serialized_start=1374
+  _globals['_GRANTED']._serialized_end=1445
+  _globals['_CHUNKHEADER']._serialized_start=1448
+  _globals['_CHUNKHEADER']._serialized_end=1596
+  _globals['_SEAL']._serialized_start=1599
+  _globals['_SEAL']._serialized_end=1785
+  _globals['_COMMITTED']._serialized_start=1787
+  _globals['_COMMITTED']._serialized_end=1833
+  _globals['_ABORT']._serialized_start=1835
+  _globals['_ABORT']._serialized_end=1932
+  _globals['_ABORTACK']._serialized_start=1934
+  _globals['_ABORTACK']._serialized_end=1979
+  _globals['_HEARTBEAT']._serialized_start=1981
+  _globals['_HEARTBEAT']._serialized_end=1992
+  _globals['_RETIRE']._serialized_start=1994
+  _globals['_RETIRE']._serialized_end=2002
+  _globals['_PROBED']._serialized_start=2004
+  _globals['_PROBED']._serialized_end=2031
+  _globals['_GIVEPREFIX']._serialized_start=2034
+  _globals['_GIVEPREFIX']._serialized_end=2225
+  _globals['_PREFIXGIVEN']._serialized_start=2227
+  _globals['_PREFIXGIVEN']._serialized_end=2279
+  _globals['_LINK']._serialized_start=2282
+  _globals['_LINK']._serialized_end=2412
+  _globals['_PREFIXES']._serialized_start=2414
+  _globals['_PREFIXES']._serialized_end=2483
 # @@protoc_insertion_point(module_scope)

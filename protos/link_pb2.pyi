@@ -37,6 +37,7 @@ class LinkMessage(_message.Message):
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
+    RETIRE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___LinkHello:
         """Sender: who I am and what I can do."""
@@ -81,6 +82,10 @@ class LinkMessage(_message.Message):
     def probed(self) -> Global___Probed:
         """Receiver, of a probe: a round of frames has arrived."""
 
+    @_builtins.property
+    def retire(self) -> Global___Retire:
+        """Receiver: end this idle Link."""
+
     def __init__(
         self,
         *,
@@ -95,12 +100,13 @@ class LinkMessage(_message.Message):
         abort_ack: Global___AbortAck | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         probed: Global___Probed | None = ...,
+        retire: Global___Retire | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "retire", b"retire", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "retire", b"retire", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_ack", "reserve", "granted", "chunk", "seal", "committed", "abort", "abort_ack", "heartbeat", "probed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_ack", "reserve", "granted", "chunk", "seal", "committed", "abort", "abort_ack", "heartbeat", "probed", "retire"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -206,6 +212,7 @@ class LinkHello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     GPU_ID_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
+    SENDS_PADDING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its worker id."""
     incarnation: _builtins.str
@@ -220,6 +227,8 @@ class LinkHello(_message.Message):
     """Names the GPU that holds its pages; empty: they are in host memory."""
     nccl: _builtins.str
     """Its version of NCCL and the name of the host that NCCL goes by, as version@name; empty: none."""
+    sends_padding: _builtins.bool
+    """Whether the sender can send padding after its proof when the channel opens. False in earlier versions."""
     @_builtins.property
     def layout(self) -> Global___PageLayout:
         """Its pages."""
@@ -240,10 +249,11 @@ class LinkHello(_message.Message):
         protocol_version: _builtins.int = ...,
         gpu_id: _builtins.str = ...,
         nccl: _builtins.str = ...,
+        sends_padding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "nccl", b"nccl", "peer_incarnation", b"peer_incarnation", "protocol_version", b"protocol_version", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "nccl", b"nccl", "peer_incarnation", b"peer_incarnation", "protocol_version", b"protocol_version", "sends_padding", b"sends_padding", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +274,7 @@ class LinkHelloAck(_message.Message):
     CHANNEL_TOKEN_FIELD_NUMBER: _builtins.int
     RING_SLOTS_FIELD_NUMBER: _builtins.int
     RING_SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    PADDING_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its worker id."""
     incarnation: _builtins.str
@@ -280,6 +291,8 @@ class LinkHelloAck(_message.Message):
     """Slots of the receiving ring."""
     ring_slot_bytes: _builtins.int
     """Bytes of one slot."""
+    padding_bytes: _builtins.int
+    """Bytes of padding that the sender sends after its proof, at most 65536. 0 if the channel does not cross a network."""
     @_builtins.property
     def layout(self) -> Global___PageLayout:
         """Its pages."""
@@ -296,10 +309,11 @@ class LinkHelloAck(_message.Message):
         channel_token: _builtins.bytes = ...,
         ring_slots: _builtins.int = ...,
         ring_slot_bytes: _builtins.int = ...,
+        padding_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_address", b"channel_address", "channel_id", b"channel_id", "channel_token", b"channel_token", "incarnation", b"incarnation", "layout", b"layout", "ring_slot_bytes", b"ring_slot_bytes", "ring_slots", b"ring_slots", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_address", b"channel_address", "channel_id", b"channel_id", "channel_token", b"channel_token", "incarnation", b"incarnation", "layout", b"layout", "padding_bytes", b"padding_bytes", "ring_slot_bytes", b"ring_slot_bytes", "ring_slots", b"ring_slots", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,6 +579,25 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Retire(_message.Message):
+    """Asks the sender to end a Link that has been idle for long, because the receiver needs its place for another sender. A
+    sender that has begun a transfer on the Link ignores it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retire: _TypeAlias = Retire  # noqa: Y015
 
 @_typing.final
 class Probed(_message.Message):

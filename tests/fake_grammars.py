@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from services.structured.form import AnswerForm
+from tests.waiting import HANG_LIMIT_S
 
 EOS = 7
 NUM_TOKENS = 4
@@ -42,7 +43,7 @@ class FakeGrammars:
     def begin(self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> Countdown:
         self.begun.append((form.json_schema, list(eos_token_ids), list(token_ids)))
         self.threads.add(threading.get_ident())
-        assert self.gate.wait(20)
+        assert self.gate.wait(HANG_LIMIT_S)
         if self.error is not None:
             raise self.error
         state = Countdown()

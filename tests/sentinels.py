@@ -15,13 +15,14 @@ from pathlib import Path
 import redis
 
 from services.cluster.embedded_redis import _LAUNCHER, _binary
-from tests.faults.harness import free_port
+from tests.free_ports import free_port
 from tests.limited_redis import GUIDE, PASSWORD, USER, documented_rules
+from tests.waiting import HANG_LIMIT_S
 
 SERVICE = "tandem"
 ADMIN = "admin"
 """May do everything, and needs no password."""
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = HANG_LIMIT_S
 FAILOVER_TIMEOUT_S = 30.0
 PERIODS_MS = {"info-period": 500, "publish-period": 100, "ask-period": 100}
 """A tenth or less of what the sentinels wait by default, so that a failover and the return of a server take little."""
@@ -82,7 +83,7 @@ class SentinelSet:
 
     def failed_over(self, from_port: int) -> None:
         """Waits until the sentinels name another primary. Raises AssertionError."""
-        end = time.monotonic() + FAILOVER_TIMEOUT_S
+        end = time.monotonic() + HANG_LIMIT_S
         while self.primary == from_port:
             assert time.monotonic() < end, "there is no other primary"
             time.sleep(0.05)

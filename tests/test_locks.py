@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.waiting import HANG_LIMIT_S
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = sorted(path.stem for path in (ROOT / "requirements").glob("*.lock"))
@@ -141,7 +143,7 @@ def test_the_bill_of_materials_has_all_that_serving_installs(tmp_path: Path) -> 
     file = tmp_path / "sbom.json"
     made = subprocess.run(
         ["make", "--assume-old=install-dev", "sbom", f"SBOM={file}", f"PYTHON_IN={sys.executable}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False,
     )  # fmt: skip
     assert (made.returncode, made.stderr) == (0, "")
     bill = json.loads(file.read_text())

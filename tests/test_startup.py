@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 ROOT = Path(__file__).parents[1]
 MOST_MODULES = {
     "cli.main": 200,
@@ -39,7 +41,7 @@ print(json.dumps({name: getattr(module, "__file__", None) for name, module in sy
 def program(request):
     """A program's module, and the modules that its import loads, with their files."""
     command = [sys.executable, "-c", LIST, request.param]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S)
     return request.param, json.loads(listed.stdout)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.extras import PACKAGES
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ class Environment:
 
     def run(self, *words: str) -> tuple[int, str, str]:
         process = self.start(*words)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=HANG_LIMIT_S)
         return process.returncode, stdout, stderr
 
 
@@ -78,11 +79,11 @@ def test_up_serves_the_demo_model(whole):
         url = ready.partition("http=")[2].split()[0]
         body = b'{"model": "tandem-demo", "prompt": "def length(", "max_tokens": 4}'
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_LIMIT_S) as answer:
             assert b'"completion_tokens":4' in answer.read().replace(b" ", b"")
     finally:
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 0, stderr
 
 

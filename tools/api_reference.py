@@ -124,11 +124,15 @@ def _default(schema: dict[str, Any]) -> str:
     return f"`{json.dumps(schema['default'])}`" if "default" in schema else ""
 
 
+def _number(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
+
+
 def _bounds(schema: dict[str, Any]) -> str:
     parts = []
-    if "minimum" in schema or "exclusiveMinimum" in schema:
-        low = f"[{schema['minimum']}" if "minimum" in schema else f"({schema['exclusiveMinimum']}"
-        parts.append(f"{low}, {schema['maximum']}]" if "maximum" in schema else f"{low}, ∞)")
+    if "minimum" in schema:
+        low = f"[{_number(schema['minimum'])}"
+        parts.append(f"{low}, {_number(schema['maximum'])}]" if "maximum" in schema else f"{low}, ∞)")
     for rule, words in (
         ("maxItems", "at most {} entries"),
         ("maxProperties", "at most {} entries"),

@@ -12,9 +12,10 @@ and `DecodeEngine` are the two interfaces; the engine of this project is behind 
 - **Reports.** Each step, and each change of the pages between steps, leaves as one report through the function that the
   engine was made with. It is called on the engine thread and does not block. Reports come in the order of what they
   say, at the latest before `step` returns false.
-- **Pages.** Page numbers are places in the pool that `kv_transfer` reads and writes. Pages that a reservation was given
-  are not touched by the engine until `start`; pages that a report calls complete, or a pause names, do not change until
-  the key is released. Attention reads no page that was neither computed here nor committed by a transfer.
+- **Pages.** Page numbers are places in the pool that `kv_transfer` reads and writes. The engine does not touch reserved
+  pages until `start`. A report calls a page complete, and a pause names one, only after the last write to it by every
+  rank and device: `kv_transfer` reads it at once, and its checksum covers what it contains. The page does not change
+  until the key is released. Attention reads only pages that were computed here or committed by a transfer.
 - **Abort.** `free` or `release` ends a key in any phase and does nothing for one that is unknown. A report may still
   mention it; the worker has forgotten it by then and drops that.
 - **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others continue.

@@ -66,6 +66,11 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def kernels_error(self) -> str:
+        """Why torch computes instead of this engine's compiled kernels. Empty if it does not."""
+        ...
+
+    @property
     def adapters(self) -> frozenset[str]:
         """Names of the adapters that it can be computed with."""
         ...

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.cluster.prefix_index import PrefixPublisher
-from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.cluster.registry import MAX_TEXT_CHARS, WorkerLease, WorkerRecord, new_incarnation
 from services.hub.models import with_local_model
 from services.hub.source import served_name
 from services.runtime import config, rpc, service_manager
@@ -245,6 +245,7 @@ def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, An
         "exact": model.is_exact,
         "identity": identity.text,
         "arithmetic": identity.numerics,
+        "kernels_error": model.kernels_error[:MAX_TEXT_CHARS],
         "layout_fingerprint": model.fingerprint,
         "page_size": layout.page_size,
         "tensor_parallel": model.parallelism.tensor,

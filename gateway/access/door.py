@@ -21,7 +21,8 @@ from gateway.limits import (
 from gateway.requests.call import Call, TenantTicket
 from gateway.wishes import PREFILL, RESIDENCY
 from services.cluster.rate_limit_scripts import CONCURRENCY, REQUESTS, TOKENS
-from services.cluster.rate_limits import Limiter, Rate, TenantLimits, Verdict
+from services.cluster.rate_limits import Limiter, Rate, Verdict
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
 from services.scheduling.regions import Residency, check_residency, named, narrows, permits
@@ -82,16 +83,16 @@ class FrontDoor:
         return self._file
 
     def start(self) -> None:
-        """Begins to follow the file and to share limits, on the running loop."""
+        """Begins to follow the file, and to share limits and this gateway's presence, on the running loop."""
         if self._file is not None:
             self._file.start()
-            self._limiter.start()
+        self._limiter.start()
 
     async def close(self) -> None:
         """Stops watching the key file and writing to Redis."""
         if self._file is not None:
             await self._file.close()
-            await self._limiter.close()
+        await self._limiter.close()
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
         """Returns the key that a caller has shown, from all its `authorization` headers.

@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
-from services.cluster.rate_limits import TenantLimits
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime import toml_file
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import ConfigError
 from services.scheduling.regions import MAX_REGIONS, REGION, Residency, residency_of
@@ -297,7 +298,7 @@ class KeyFile:
 
     def start(self) -> None:
         """Begins to look at the file, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="api-keys")
+        self._task = supervise(self._follow, name="api-keys")
 
     async def close(self) -> None:
         """Stops looking."""

@@ -34,7 +34,7 @@ from gateway.wishes import RESIDENCY
 from services.cluster.batch_scripts import Reply, Status
 from services.cluster.batches import Batch, BatchStore, Result, has_result
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
-from services.runtime.errors import StoreUnavailable, Unauthenticated
+from services.runtime.errors import StoreRefused, StoreUnavailable, Unauthenticated
 
 MAX_OWNED = 32
 """The most batches that one gateway works on at once."""
@@ -151,6 +151,10 @@ class BatchRun(ClaimedRun):
             await self._advance(Status(outcome))
         except FileWrong as wrong:
             await self._advance(Status.FAILED, errors=_json(wrong.errors))
+        except StoreRefused as refused:
+            logger.error("batch refused by redis", extra={**self._identity, "reason": str(refused)})
+            error = LineError("storage_refused", "The results could not be stored: Redis refused the command.")
+            await self._advance(Status.FAILED, errors=_json((error,)))
 
     async def _count_rows(self) -> tuple[int, str]:
         """Checks the whole file. Returns its number of rows and its longest custom_id. Raises FileWrong.

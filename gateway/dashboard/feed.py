@@ -6,10 +6,10 @@ some. Knows no HTTP.
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
 from services.cluster.connections import end_task
 from services.cluster.decision_board import DecisionBoard, ShownDecision
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 from services.runtime.identity import identity_fields
@@ -36,9 +37,6 @@ MAX_OPEN = 50
 """The answers that wait or run which an update names, those that came first."""
 SPEED_TOKENS = 512
 """The length of the prompt that tells how fast prompts are computed."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,8 @@ class Feed:
     def start(self, board: DecisionBoard) -> None:
         """Begins to take the figures of every second, and to follow the autoscaler's decisions."""
         self._tasks = [
-            asyncio.create_task(self._tick_for_ever(), name="dashboard"),
-            asyncio.create_task(self._follow_decisions(board), name="decisions"),
+            supervise(self._tick_for_ever, name="dashboard"),
+            supervise(partial(self._follow_decisions, board), name="decisions"),
         ]
 
     async def close(self) -> None:
@@ -235,10 +233,7 @@ class Feed:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while True:
-            try:
-                self.tick()
-            except Exception:  # root of the task: a second without figures, not a page that stands still for good
-                logger.exception("the figures of a second are missing")
+            self.tick()
             # By the clock, so that seconds are not lost one delay at a time; after a long one it begins anew.
             next_s = max(next_s + TICK_S, loop.time())
             await asyncio.sleep(next_s - loop.time())

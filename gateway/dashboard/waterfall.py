@@ -79,7 +79,6 @@ _REASONS = {
     "no_prefill_worker": "no prefill worker was available, so the decode worker computed the prompt itself",
     "short_prompt": "the prompt has few enough tokens to compute (--local-prefill-tokens) for the decode worker itself",
     "long_prompt": "the prompt has more tokens to compute than decode workers do (--local-prefill-tokens)",
-    "local_itl_too_long": "computing the prompt on the decode worker would have made its answers stutter",
     "remote_is_cheaper": "a prefill worker was the cheaper way",
     "local_is_cheaper": "the decode worker itself was the cheaper way",
     "move": "the decode worker that had it was leaving, so it moved, with its pages",

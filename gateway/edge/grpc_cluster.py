@@ -106,7 +106,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._check_operator(context)
         placement = await located(self._placements, request.request_id)
         return cluster_pb2.Location(
-            state=placement.state,
+            state=placement.shown_state,
             attempt=placement.attempt,
             gateway=placement.gateway,
             prefill_worker=placement.prefill_worker,

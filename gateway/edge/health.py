@@ -97,7 +97,11 @@ def report(facts: HealthFacts, limits: HealthLimits) -> dict[str, Any]:
 def checks(facts: HealthFacts, limits: HealthLimits) -> Iterable[Check]:
     """Returns all checks, those without a limit included."""
     figures = facts.figures
-    yield Check("ready", facts.is_ready, "requests can be served" if facts.is_ready else "too few workers are ready")
+    yield Check(
+        "ready",
+        facts.is_ready,
+        "requests can be served" if facts.is_ready else "too few workers, or a failing task",
+    )
     said = "Redis answers" if facts.is_redis_available else "Redis does not answer: no worker can join"
     yield Check("redis", facts.is_redis_available, said)
     troubles = "; ".join(f"{one.kind} {one.subject}: {one.cause}" for one in facts.troubles)

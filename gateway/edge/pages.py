@@ -29,6 +29,7 @@ from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
 from services.cluster.placements import Placement, PlacementWriter
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import PROCESS_TASKS
 from services.runtime.errors import NotFound
 from services.runtime.identity import identity_fields
 from services.runtime.version import version
@@ -118,7 +119,8 @@ class ClusterPage:
         placement = await located(self._placements, request_id)
         return {
             "id": placement.request_id,
-            "state": placement.state,
+            "state": placement.shown_state,
+            "last_state": placement.state,
             "attempt": placement.attempt,
             "gateway": placement.gateway,
             "prefill_worker": placement.prefill_worker,
@@ -151,6 +153,7 @@ class ClusterPage:
             "expected": topology.presence.expected,
             "gone": [_gone_json(gone) for gone in topology.presence.gone],
             "troubles": self._troubles.all(),
+            "failing_tasks": PROCESS_TASKS.failing(),
             "bottlenecks": requests.bottlenecks.told(),
         }
 
@@ -263,6 +266,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "host": record.host,
         "region": record.region,
         "address": record.address,
+        "transfer_address": record.transfer_address,
         "incarnation": record.incarnation,
         "state": member.state,
         "model": record.model,

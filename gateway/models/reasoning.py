@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 from gateway.models.answer_pieces import SPACE, Content, Piece, Reasoning, num_certain, without_spaces
 
+REASONING_MARKS = ("<think>", "</think>")
+"""Before and after reasoning, in responses and in the messages of an assistant."""
+
 
 def has_reasoning(template: str) -> bool:
     """Returns whether a chat template is of a model that thinks between `<think>` and `</think>`."""

@@ -13,7 +13,7 @@ OWN = frozenset({"messages", "tools", "add_generation_prompt", CONTINUES, "raise
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TEXT = re.compile(r"[A-Za-z0-9_. -]{0,64}")
-"""The characters of a value; no special token of any model consists of these alone."""
+"""The characters of a value."""
 
 
 def template_words_in(words: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -6,10 +6,8 @@ Knows nothing of requests or workers; gets the model's files as text and gives b
 import contextlib
 import functools
 import json
-import re
-import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,8 +15,9 @@ from tokenizers import Tokenizer
 
 from gateway.models.chat_template import CONTINUES, compile_template, names_in, reads_tools, render_continued
 from gateway.models.detokenizers import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+from gateway.models.marks import Guard, TemplateMarks
 from gateway.models.model_files import ModelFiles
-from gateway.models.reasoning import has_reasoning
+from gateway.models.reasoning import REASONING_MARKS, has_reasoning
 from gateway.models.template_words import OWN
 from gateway.models.text_pieces import PIECE_CHARS, can_be_cut, pieces
 from gateway.models.tool_calls import MARKERS, tool_format_of
@@ -67,7 +66,7 @@ class ModelTokenizer:
         self.has_reasoning = source is not None and has_reasoning(source)
         self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
-        self._special_text = _special_text_pattern(self._tokenizer)
+        self._marks = TemplateMarks(self._tokenizer, kept=REASONING_MARKS if self.has_reasoning else ())
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
@@ -77,7 +76,7 @@ class ModelTokenizer:
         self._affixes = _affixes(self._tokenizer) if can_be_cut(files.tokenizer_json) else None
         """Token ids before and behind a prompt; None: pieces of a text would not have the tokens of the whole."""
         self._plain_ids: dict[str, list[int]] = {}
-        """Special texts as ordinary ones, as far as they were asked for."""
+        """Ids of marks as ordinary text, as far as they were needed."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
 
@@ -109,15 +108,16 @@ class ModelTokenizer:
         `more` is told to the template as it is, as far as it knows the names. With CONTINUES the token ids end where
         the text of the last message does, so that the answer continues it.
 
-        Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
-        text. Raises InvalidRequest where the template refuses the messages.
+        Added tokens of the template count as such. The same texts inside messages, tools, and `more` are encoded as
+        ordinary text, except reasoning marks in the content of an assistant's message. Raises InvalidRequest if the
+        template refuses the messages.
         """
         if not self._has_developer:
             # OpenAI's newer name for it; a template that does not know it leaves the message out, or worse.
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
-        if _is_long(messages) or self._holds_special_text(messages) or self._holds_special_text(tools):
+        if _is_long(messages) or self._marks.are_in((messages, tools, more)):
             return await self.turns.run(self._encode_chat_steps(messages, tools, more), tenant=tenant)
         text = self._render(messages, tools, more)
         return await self.encode(text, add_special_tokens=False, tenant=tenant)
@@ -177,14 +177,6 @@ class ModelTokenizer:
         except KeyError:
             return token.encode()
 
-    def _holds_special_text(self, value: Any) -> bool:
-        """Returns whether any text of it does, at any depth, which was bounded before."""
-        if isinstance(value, str):
-            return self._special_text.search(value) is not None
-        if isinstance(value, Mapping):
-            return any(map(self._holds_special_text, value)) or any(map(self._holds_special_text, value.values()))
-        return isinstance(value, Sequence) and any(map(self._holds_special_text, value))
-
     def _encode_steps(self, text: str, add_special_tokens: bool) -> Steps[list[int]]:
         if self._affixes is None or len(text) <= PIECE_CHARS:
             return (yield from _encode_alone_if_huge(self._tokenizer, text, add_special_tokens))
@@ -198,7 +190,7 @@ class ModelTokenizer:
     def _encode_chat_steps(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
     ) -> Steps[list[int]]:
-        if self._holds_special_text(messages) or self._holds_special_text(tools):
+        if self._marks.are_in((messages, tools, more)):
             return (yield from self._encode_guarded_chat(messages, tools, more))
         text = self._render(messages, tools, more)
         yield
@@ -207,50 +199,39 @@ class ModelTokenizer:
     def _encode_guarded_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
     ) -> Steps[list[int]]:
-        """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
-        nonce = secrets.token_hex(8)
-        special_texts: list[str] = []
-
-        def mark(match: re.Match[str]) -> str:
-            special_texts.append(match[0])
-            return f"\ue000{nonce}:{len(special_texts) - 1}\ue001"
-
-        def guarded(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._special_text.sub(mark, value)
-            if isinstance(value, Mapping):
-                return {guarded(key): guarded(inner) for key, inner in value.items()}
-            return [guarded(inner) for inner in value] if isinstance(value, Sequence) else value
-
-        text = self._render(guarded(messages), guarded(tools), more)
+        """Renders with stand-ins for the marks that clients wrote, then encodes each stretch by its own rule."""
+        guard = Guard(self._marks)
+        guarded = [guard.message(message) for message in messages]
+        text = self._render(guarded, guard.value(tools), {name: guard.value(value) for name, value in more.items()})
         yield
-        stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", text)
         token_ids: list[int] = []
         num_chars = 0
-        for position, stretch in enumerate(stretches):
-            if position % 2 == 1:
-                token_ids += self._plain_ids_of(special_texts[int(stretch)])
-            elif stretch:
-                token_ids += yield from self._encode_steps(stretch, False)
-            num_chars += len(stretch)
+        for stretch in guard.stretches(text):
+            if stretch.is_plain:
+                token_ids += self._plain_ids_of(stretch.text)
+            elif stretch.text:
+                token_ids += yield from self._encode_steps(stretch.text, False)
+            num_chars += len(stretch.text)
             if num_chars > PIECE_CHARS:
                 num_chars = 0
                 yield
         return token_ids
 
-    def _plain_ids_of(self, special_text: str) -> list[int]:
-        """Returns a special text's ids as ordinary text; the memory of them is bounded by the special tokens."""
-        known = self._plain_ids.get(special_text)
+    def _plain_ids_of(self, mark: str) -> list[int]:
+        """Returns the ids of a mark, or of its beginning, as ordinary text. The cache is bounded by the marks."""
+        known = self._plain_ids.get(mark)
         if known is None:
-            known = self._plain_ids[special_text] = _encode_long(self._plain_tokenizer, special_text, False)
+            known = _encode_long(self._plain_tokenizer, mark, False)
+            if not self._marks.ids.isdisjoint(known):
+                # Some vocabularies have the mark as an ordinary token, too.
+                known = [token_id for char in mark for token_id in _encode_long(self._plain_tokenizer, char, False)]
+            self._plain_ids[mark] = known
         return known
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The tokenizer, blind to special tokens; made when first needed, which is rare."""
-        tokenizer = _load(self._files.tokenizer_json)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        """The tokenizer without added tokens; made when first needed, which is rare."""
+        return _load(json.dumps({**json.loads(self._files.tokenizer_json), "added_tokens": []}))
 
     def _render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
@@ -318,28 +299,6 @@ def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
 def _decoder_kind(tokenizer_json: str) -> str:
     decoder = json.loads(tokenizer_json).get("decoder") or {}
     return str(decoder.get("type", ""))
-
-
-def _special_text_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return re.compile(_any_of({token.content for token in added if token.special} - {""}) or r"(?!)")
-
-
-def _any_of(texts: Collection[str]) -> str:
-    """Returns a pattern for any of these, the longest that fits; empty without any.
-
-    A beginning of several is in it once, so a search for hundreds takes no longer.
-    """
-    groups: dict[str, list[str]] = {}
-    for text in filter(None, texts):
-        groups.setdefault(text[0], []).append(text)
-    branches = []
-    for group in groups.values():
-        # All texts between the first and the last in order begin as those two do.
-        first, last = min(group), max(group)
-        length = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
-        branches.append(re.escape(first[:length]) + _any_of([text[length:] for text in group]))
-    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
 
 
 def _bytes_of_characters() -> dict[str, int]:

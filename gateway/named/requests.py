@@ -26,6 +26,7 @@ from gateway.requests.fan_out import merged
 from gateway.requests.lifecycle import Requests
 from services.cluster.journals import Claimed, Held, JournalStore, JournalWriter, Mode, Outcome, Record
 from services.runtime import telemetry
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
@@ -46,10 +47,9 @@ MAX_ROOM_RETRY_S = 60.0
 """The longest that a client is told to wait for room in Redis."""
 BEAT_INTERVAL_S = 1.0
 """How often running journals are written even without news, so that a gateway that lost one notices."""
-RETRY_AFTER_S = 1.0
+RETRY_AFTER_S, FIND_RETRY_S = 1.0, 0.1
 FIND_S = 5.0
 """How long a request that can only be continued waits for a Redis that does not answer; several calls fit into it."""
-FIND_RETRY_S = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Journals:
     def start(self) -> None:
         """Begins to write to Redis and to forget what is old, on the running loop."""
         self._writer.start()
-        self._beat = asyncio.create_task(self._beat_on(), name="journals")
+        self._beat = supervise(self._beat_on, name="journals")
 
     @property
     def num_bytes(self) -> int:

@@ -4,6 +4,7 @@ Knows neither requests nor what is in a key.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from services.cluster.connections import end_task
 from services.cluster.files import FileStore
 from services.cluster.memory import Complaint, MemoryUse, StorageBounds, complaints, memory_use
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import StoreUnavailable
 
 INTERVAL_S = 5.0
@@ -43,7 +45,7 @@ class StorageWatch:
 
     def start(self) -> None:
         """Begins to look, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="storage")
+        self._task = supervise(self._follow, name="storage")
 
     async def close(self) -> None:
         """Stops looking."""
@@ -61,10 +63,6 @@ class StorageWatch:
 
     async def _follow(self) -> None:
         while True:
-            try:
+            with contextlib.suppress(StoreUnavailable):  # A caller that needs Redis gets the error elsewhere.
                 await self.look()
-            except StoreUnavailable:
-                pass  # Redis is asked again soon; a caller that needs its answer now is told elsewhere
-            except Exception:  # root of the task: what Redis says of itself must not end it
-                logger.exception("the memory of Redis cannot be looked at")
             await asyncio.sleep(INTERVAL_S)

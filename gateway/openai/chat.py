@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.forms.answer_parts import AnswerParts, ReasoningTokens
 from gateway.forms.tools import forced_names, is_named, offered_tools, strict_names
-from gateway.limits import MAX_MESSAGES
+from gateway.limits import MAX_MESSAGES, check_are_objects
 from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
 from gateway.models.chat_template import CONTINUES
 from gateway.models.template_words import MAX_WORDS, template_words_in
@@ -129,6 +129,7 @@ class ChatRequest(ChoicesRequest, kw_only=True):
         """Returns the call that it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
+        check_are_objects(self.messages)
         max_tokens = agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
         check_metadata(self.metadata or {})
         tools = offered_tools(self.tools, self.tool_choice)

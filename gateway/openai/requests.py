@@ -319,7 +319,7 @@ def asked_sampling(request: ChoicesRequest, *, max_tokens: int | None, logprobs:
         json_schema=schema,
         form_field=form_field,
     )
-    if asked.top_p == 0:
+    if asked.top_p is not None and 0 <= asked.top_p < LEAST_TOP_P:
         asked.top_p = LEAST_TOP_P
     add_synonyms(asked, request)
     return asked

@@ -12,7 +12,8 @@ from gateway.openai.answers import ChatCompletion, Exact
 from gateway.requests.rebalancing import RebalancingState
 from gateway.requests.turns import ModelState, TurnsState
 from gateway.topology.troubles import Kind
-from services.cluster.placements import State
+from services.cluster.placements import ShownState, State
+from services.runtime.background_tasks import FailingTask
 from services.runtime.worker_state import WorkerState
 from services.scheduling.pools import Pool
 
@@ -358,6 +359,7 @@ class Worker(Exact):
     host: str
     region: str
     address: str
+    transfer_address: str
     incarnation: str
     state: WorkerState
     model: str
@@ -387,20 +389,24 @@ class Worker(Exact):
 
 
 class CutPair(Exact):
-    """Workers between which transfers keep failing; `suspected`: the way is used, since no better one exists."""
+    """Two workers between which no pages pass. Only trials use the pair."""
 
     prefill_id: str
     decode_id: str
-    state: Literal["suspected", "open", "half_open"]
+    state: Literal["open", "half_open"]
     words: str
     for_s: float
 
 
 class RequestPlace(Exact):
-    """Where a request is, by the last word of any gateway. A worker is empty where none takes part, or not yet."""
+    """Where a request is, as a gateway last reported. A worker is empty if none takes part, or none is chosen yet.
+
+    `state` is `interrupted` if the gateway died while the request was in `last_state`. Otherwise both are equal.
+    """
 
     id: str
-    state: State
+    state: ShownState
+    last_state: State
     attempt: int
     gateway: str
     prefill_worker: str
@@ -481,6 +487,7 @@ class ClusterState(Exact):
     expected: dict[str, int]
     gone: list[GoneWorker]
     troubles: list[Trouble]
+    failing_tasks: list[FailingTask]
     bottlenecks: list[Bottleneck]
     redis: RedisState
     workers: list[Worker]

@@ -47,8 +47,9 @@ class RunningAnswer:
     """State of one answer; belongs to the task that runs it.
 
     `num_failures` counts failed attempts, `num_failures_in_row` those since the last new token. `strikes` are of the
-    latter, too. `avoided` are processes that failed, `avoided_pairs` those between which something did (prefill
-    worker, decode worker), all by incarnation.
+    latter, too, and `num_path_failures` counts those in which the path between two living workers failed. `avoided` are
+    processes that failed, `avoided_pairs` those between which something did (prefill worker, decode worker), and
+    `failed_paths` those of them that it does not use again, all by incarnation.
     """
 
     # What most answers never change belongs to the class: it costs none of them anything.
@@ -56,6 +57,15 @@ class RunningAnswer:
     attempt_number = 0
     num_failures = 0
     num_failures_in_row = 0
+    num_path_failures = 0
+    is_last_attempt = False
+    """Whether one more failure ends it: its next attempt may use workers that get no new work otherwise."""
+    avoids_handoffs = False
+    """Whether its next attempt is on one worker, because handoffs have failed on several paths."""
+    crowded_at = ""
+    """The incarnation of the decode worker that last had no room for an attempt which it had admitted."""
+    num_crowded_out = 0
+    """How often that happened since the last new token."""
     next_move_at_s = 0.0
     _rests_until_s = 0.0
     must_queue = False
@@ -70,7 +80,7 @@ class RunningAnswer:
     finish_reason: FinishReason | None = None
     num_tokens = 0
     last_gap_s = 0.0
-    _num_tokens_at_failure = 0
+    _num_tokens_at_failure = _num_tokens_at_crowding = 0
     _kept_at: Peer | None = None
     _kept_until_s = 0.0
     _placed_s = _first_token_s = _last_token_s = 0.0
@@ -90,8 +100,11 @@ class RunningAnswer:
         self.max_num_tokens = self._num_prompt_tokens + spec.sampling.max_tokens
         """The most tokens of prompt and answer together."""
         self.strikes: list[Strike] = []
+        self.num_refusals = 0
+        """How often a worker refused it as invalid, although this gateway had accepted it."""
         self.avoided: set[str] = set()
         self.avoided_pairs: set[tuple[str, str]] = set()
+        self.failed_paths: set[tuple[str, str]] = set()
         self.bookings = Bookings()
         self.identity = spec.layout
         """The `identity_key` of the decode worker that it was placed at, last before its first token."""
@@ -116,6 +129,11 @@ class RunningAnswer:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
         return self.num_failures > 0 or bool(self.tokens.token_ids)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an attempt has failed or was preempted, so that some workers or pairs come last for it."""
+        return self.num_failures > 0 or bool(self.crowded_at)
 
     @property
     def bound_to(self) -> str:
@@ -186,9 +204,15 @@ class RunningAnswer:
         """Notes that it was judged when it came, and not refused."""
         self.is_judged, self.admitted = True, verdict
 
-    def note_crowded_out(self) -> None:
-        """Notes that a worker had no room for an attempt that another one had admitted."""
+    def note_crowded_out(self, attempt: Attempt | None) -> int:
+        """Records that a worker had no room for an admitted attempt. Returns how often since the last new token."""
         self.must_queue = True
+        if self.tokens.next_index > self._num_tokens_at_crowding:
+            self.num_crowded_out = 0
+        self._num_tokens_at_crowding = self.tokens.next_index
+        self.num_crowded_out += 1
+        self.crowded_at = "" if attempt is None else attempt.decode.peer.incarnation
+        return self.num_crowded_out
 
     def forget_attempt(self) -> None:
         """Forgets its last attempt, which is over and dealt with."""
@@ -228,12 +252,13 @@ class RunningAnswer:
         """
         self.num_failures += 1
         if self.tokens.next_index > self._num_tokens_at_failure:
-            self.num_failures_in_row = 0
+            self.num_failures_in_row = self.num_path_failures = 0
             self.strikes.clear()
         self.num_failures_in_row += 1
         self._num_tokens_at_failure = self.tokens.next_index
         if attempt is None:
             return None
+        self.num_path_failures += attempt.fault is not None and attempt.fault.is_between
         if attempt.prefill is not None and attempt.prompt_done_at_s is not None:
             self._kept_at = attempt.prefill.peer
             self._kept_until_s = attempt.prompt_done_at_s + KEPT_PROMPT_S
@@ -304,10 +329,13 @@ class RunningAnswer:
         return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
 
     def _note_fault(self, attempt: Attempt, fault: Fault, *, is_alone: bool) -> Strike | None:
-        if fault.worker is not None:
-            self.avoided.add(fault.worker.peer.incarnation)
-        elif attempt.prefill is not None:
-            self.avoided_pairs.add((attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation))
+        if fault.worker is not None or attempt.prefill is None:
+            self.avoided.add((fault.worker or attempt.decode).peer.incarnation)
+        else:
+            pair = attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation
+            self.avoided_pairs.add(pair)
+            if fault.is_between:
+                self.failed_paths.add(pair)
         if not fault.suspects:
             return None
         suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)

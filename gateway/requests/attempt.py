@@ -49,7 +49,7 @@ from services.runtime.errors import (
 )
 
 
-class CrowdedOut(Exception):
+class CrowdedOut(Overloaded):
     """A worker has no room for an attempt that another one had admitted: it goes back to the queue."""
 
 
@@ -85,7 +85,7 @@ class Attempt:
         """The present stage; `reached` is the last one before a terminal one."""
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
-        """The circuit breakers whose probe this attempt is."""
+        """The blocked pairs of which this attempt is the trial."""
         self.watch = watch
         self.prompt_done_at_s: float | None = None
         """The time of the event loop at which the prefill worker last had all pages of the prompt."""
@@ -192,7 +192,7 @@ class Attempt:
             if self._ended_by is None or self._arrived.token_ids:
                 return self._arrived
         if isinstance(self._ended_by, Overloaded):
-            raise CrowdedOut(self._ended_by.message) from self._ended_by
+            raise CrowdedOut(self._ended_by.message, retry_after_s=self._ended_by.retry_after_s) from self._ended_by
         raise self._ended_by.again()
 
     @property
@@ -260,10 +260,10 @@ class Attempt:
                 self._leave(witness)
                 return word
 
-    def suspect(self, *workers: WorkerSession) -> None:
-        """Notes which workers may have died of the request, now that it is known."""
+    def suspect(self, *workers: WorkerSession, is_between: bool = False) -> None:
+        """Notes which workers may have died of the request, or that the path between two living ones failed."""
         assert self.fault is not None, "only a failed attempt has suspects"
-        self.fault = replace(self.fault, suspects=workers)
+        self.fault = replace(self.fault, suspects=workers, is_between=is_between)
 
     def explain(self) -> None:
         """Notes that nothing more will be known of its failure."""
@@ -352,6 +352,7 @@ class Attempt:
 
     def _take_remote_prompt_start(self, event: PrefillStarted) -> None:
         self._take_prompt_start(event)
+        self.watch.note_prompt_started()
         if event.num_cached_tokens >= len(self.order.prompt_token_ids):
             self._note_prompt_done()
 
@@ -365,6 +366,7 @@ class Attempt:
     def _take_handoff(self, event: HandedOff) -> None:
         self._note_prompt_done()
         self.facts.handed_off = event
+        self.watch.note_handed_off(event.chunks)
         self._leave_prefill()
 
     def _take_prefill_end(self, event: Finished) -> None:

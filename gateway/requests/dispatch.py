@@ -6,7 +6,6 @@ through. What this gateway has sent to a worker that has not reported it yet is 
 requests that go in the same moment do not all see the same free place. Knows no request's life.
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
@@ -14,15 +13,15 @@ from typing import Protocol
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec, Call, RequestFacts
+from gateway.requests.pair_circuits import PairCircuits
 from gateway.requests.policies import Policies
 from gateway.requests.pulls import Pulls
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
-from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPairReport, WorkerWatch
+from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
-from services.scheduling.breakers import Breakers
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.entry import ServiceClass
 from services.scheduling.pools import Audience
@@ -31,7 +30,8 @@ from services.scheduling.routing.home import home_first, way_of
 from services.scheduling.routing.route import Route
 from services.scheduling.routing.views import CanPull, Fits, RouteRequest, Views, WorkerView
 
-logger = logging.getLogger(__name__)
+MAX_LOST = 1024
+"""Maximum number of lost workers whose last incarnation is remembered."""
 
 
 class PrefixHints(Protocol):
@@ -84,40 +84,20 @@ class Dispatcher:
         """
         self.watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self.watch.note_gpu)
-        topology.watch_leaving(self.watch.note_gone)
-        self._breakers = Breakers()
-        """The circuit breakers of pairs: (prefill worker, decode worker)."""
-        self._why_cut: dict[tuple[str, str], str] = {}
-        """The last reason for which such a pair failed."""
+        self.pairs = PairCircuits(topology, clock=clock)
+        topology.watch_leaving(self._note_leaving)
         self._last_lost: dict[str, str] = {}
-        """The last incarnation of each lost worker: a death is one error, however many attempts it ended."""
+        """The last incarnation of recently lost workers: a death is one error, however many attempts it ended."""
 
     @property
     def num_open_breakers(self) -> int:
-        """The number of workers and pairs that get no work, or one request as a trial; suspected ones do not count."""
+        """The number of workers and pairs that get no work except trials. Suspected workers do not count."""
         num_workers = sum(report.state != "suspected" for report in self.watch.circuits())
-        return num_workers + sum(pair.state != "suspected" for pair in self.cut_pairs())
+        return num_workers + len(self.pairs.reports())
 
     def circuit(self, worker_id: str) -> CircuitState:
         """Returns whether the worker gets new work."""
         return self.watch.circuit(worker_id)
-
-    def cut_pairs(self) -> list[CutPairReport]:
-        """Returns the pairs whose circuit is not closed, of workers in rotation."""
-        breakers, now_s, found = self._breakers, self._clock.monotonic(), []
-        if not breakers.num_open:
-            return []
-        for member in self._topology.members():
-            if member.record.role != "decode":
-                continue
-            decode_id = member.record.id
-            prefill_ids = self._topology.prefill_ids(member.record.model, decode=member.session.peer)
-            pairs = [(prefill_id, decode_id) for prefill_id in prefill_ids]
-            for place, pair in enumerate(breakers.opened(pairs)):
-                state = breakers.state(pair) if place < len(pairs) // 2 else "suspected"
-                for_s = round(now_s - (breakers.opened_at_s(pair) or now_s), 1)
-                found.append(CutPairReport(*pair, state, self._why_cut.get(pair, ""), for_s))
-        return found
 
     def plan(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Route | None:
         """Decides where the request would go, with or without room there; None: no route exists.
@@ -179,14 +159,14 @@ class Dispatcher:
         prompt = (request.queue_entry.service_class, num_known)
         usual = request.usual = topology.usual_speeds(spec.model)
         decodes = workers.decode.views(usual, usual.local, prompt, now_s)
-        decodes = self._usable(decodes, usual.local, usual.decode)
+        decodes = self._usable(request, decodes, usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         audience = self.audience(spec)
         if request.bound_to or topology.pools or audience.regions is not None:
             decodes = decodes.only(self.allowed(request))
         prefills = workers.prefill.views(usual, usual.prefill, prompt, now_s)
-        prefills = self._usable(prefills, usual.prefill, usual.decode)
+        prefills = self._usable(request, prefills, usual.prefill, usual.decode)
         if topology.pools or audience.regions is not None:
             prefills = prefills.only(topology.open_ids("prefill", spec.model, audience))
         if is_home:
@@ -203,10 +183,10 @@ class Dispatcher:
             prefill=spec.wishes.prefill or self._prefill_choice(),
             pool=audience.pool if topology.pools else None,
         )
-        fits = self._fits(spec.model)
+        fits = self._fits(request)
         can_pull, now_s = self._can_pull(request, wanted), self._clock.monotonic()
         routes = self._router.route(wanted, prefills, decodes, fits=fits, can_pull=can_pull, now_s=now_s)
-        if not (request.avoided or request.avoided_pairs or self._breakers.num_open or self.on_trial):
+        if not (request.has_failed or self.pairs.has_blocked or self.on_trial):
             return routes
         paired = {decode for _, decode in request.avoided_pairs}
         tried_at = self._tried_at(request)
@@ -214,9 +194,11 @@ class Dispatcher:
             routes,
             key=lambda route: (
                 route.decode.incarnation in tried_at,
-                self._has_no_way_to(spec.model, route.decode),
                 route.decode.incarnation in request.avoided,
-                route.decode.incarnation in paired,
+                self._is_ejected(route.decode.worker_id),
+                route.decode.incarnation == request.crowded_at,
+                route.is_remote and route.decode.incarnation in paired,
+                route.reason == "no_prefill_worker",
             ),
         )
 
@@ -231,10 +213,18 @@ class Dispatcher:
         """Returns a route's prefill workers: those that may have the prompt's pages first, those that failed last."""
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
-        sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
+        sessions.sort(key=lambda session: self._reluctance(request, session.peer, decode))
         if tried_at := self._tried_at(request):
             sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
+
+    def _reluctance(self, request: RunningAnswer, prefill: Peer, decode: Peer) -> tuple[bool, bool, bool]:
+        has_failed = prefill.incarnation in request.avoided
+        was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
+        return has_failed or was_cut, self._is_ejected(prefill.worker_id), not request.has_kept_prompt(prefill)
+
+    def _is_ejected(self, worker_id: str) -> bool:
+        return self.circuit(worker_id) in ("open", "half_open")
 
     def _can_pull(self, request: RunningAnswer, wanted: RouteRequest) -> CanPull | None:
         """Decides between which workers a prompt's beginning may go. Pages that are only expected cannot be fetched."""
@@ -272,13 +262,6 @@ class Dispatcher:
         if self._hints is not None:
             self._hints.expect(request, route)
 
-    def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
-        """Notes that the attempt is sent there; it may be the probe of a breaker."""
-        if prefills:
-            pair = (prefills[0].peer.worker_id, attempt.decode.peer.worker_id)
-            if self._breakers.begin(pair, self._clock.monotonic()):
-                attempt.probes.add(pair)
-
     def new_watch(self, request: RunningAnswer, decode: WorkerView) -> AttemptWatch:
         """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
         usual = request.usual
@@ -302,16 +285,13 @@ class Dispatcher:
         expected_s = speed.time_s(waiting + request.num_known_tokens)
         if route.is_remote:
             attempt.watch.sent(worker_id, expected_s)
-        attempt.watch.prompt_sent(worker_id, expected_s)
+        is_proven = attempt.prefill is None or self.pairs.is_proven(attempt.prefill.peer, attempt.decode.peer)
+        attempt.watch.prompt_sent(worker_id, expected_s, is_proven=is_proven)
 
     def note_success(self, attempt: Attempt) -> None:
         """Notes that the decode worker generates, so that every worker has done its part."""
         self.pulls.note(attempt.facts)
-        if attempt.prefill is not None:
-            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
-            if self._breakers.succeeded(pair, self._clock.monotonic()):
-                self._why_cut.pop(pair, None)
-                logger.info("pages go between a pair of workers again", extra=_named(pair))
+        self.pairs.succeeded(attempt)
         self.release(attempt)
 
     def note_failure(self, attempt: Attempt) -> None:
@@ -325,26 +305,20 @@ class Dispatcher:
             return
         if isinstance(fault.error, TransferFailed) and attempt.prefill is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
-            was_open = self._breakers.is_open(pair)
-            self._breakers.failed(pair, self._clock.monotonic(), is_probe=pair in attempt.probes)
-            attempt.probes.discard(pair)
-            if not was_open and self._breakers.is_open(pair):
-                self._why_cut[pair] = fault.error.message
-                logger.warning("a pair of workers is kept apart", extra={**_named(pair), "found": fault.error.message})
             self._topology.note_handoff(*pair, fault.error)
-        elif isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
+        if isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
             self._topology.exclude_pair(attempt.prefill.peer, attempt.decode.peer)
+        elif fault.is_between:
+            self.pairs.failed(attempt, fault.error)
         elif isinstance(fault.error, InternalError) and fault.worker is not None:
-            self._note_error(attempt, fault.worker.peer.worker_id)
+            attempt.watch.failed(fault.worker.peer.worker_id)
         elif isinstance(fault.error, WorkerLost) and fault.worker is not None:
             self._note_lost(attempt, fault.worker)
         self.release(attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """Releases the breakers that the attempt was to probe and has told nothing of: they wait for another probe."""
-        for key in attempt.probes:
-            self._breakers.abandoned(key)
-        attempt.probes.clear()
+        """Ends the attempt's part in circuits and statistics, once it is over or has passed its handoff."""
+        self.pairs.release(attempt)
         handed_off = attempt.facts.handed_off
         if attempt.prefill is not None and handed_off is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
@@ -392,52 +366,56 @@ class Dispatcher:
                 cached[worker_id] = len(request.spec.prompt_token_ids)
         return cached
 
-    def _fits(self, model: str) -> Fits | None:
-        """Returns whether pages can go from a prefill worker to a decode worker, and nothing has cut the way."""
-        if self._topology.is_uniform(model) and not self._breakers.num_open:
+    def _fits(self, request: RunningAnswer) -> Fits | None:
+        """Returns whether this request's pages can go from a prefill worker to a decode worker.
+
+        A decode worker to which no path is left computes the prompt itself.
+        """
+        model, pairs = request.spec.model, self.pairs
+        if self._topology.is_uniform(model) and not (request.has_failed or pairs.has_blocked):
             return None
-        ways: dict[str, set[str]] = {}
+        if request.avoids_handoffs:
+            return lambda prefill, decode: False
+        fitting: dict[str, set[str]] = {}
 
         def fits(prefill: WorkerView, decode: WorkerView) -> bool:
-            if decode.worker_id not in ways:
-                ways[decode.worker_id] = self._ways_to(model, decode.worker_id)
-            return prefill.worker_id in ways[decode.worker_id]
+            if decode.worker_id not in fitting:
+                fitting[decode.worker_id] = self._fitting(model, decode.worker_id)
+            return (
+                prefill.worker_id in fitting[decode.worker_id]
+                and not pairs.is_blocked((prefill.worker_id, decode.worker_id))
+                and (prefill.incarnation, decode.incarnation) not in request.failed_paths
+            )
 
         return fits
 
-    def _ways_to(self, model: str, decode_id: str) -> set[str]:
-        """Returns prefill workers whose way to a decode worker is not cut; where too many are cut, others too."""
+    def _fitting(self, model: str, decode_id: str) -> set[str]:
         try:
-            peer = self._topology.decode_session(decode_id).peer
+            return set(self._topology.prefill_ids(model, decode=self._topology.decode_session(decode_id).peer))
         except WorkerUnavailable:
             return set()
-        prefill_ids = self._topology.prefill_ids(model, decode=peer)
-        if not self._breakers.num_open:
-            return set(prefill_ids)
-        pairs = [(prefill_id, decode_id) for prefill_id in prefill_ids]
-        return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
 
-    def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
-        """Returns whether every prefill worker's way there is cut."""
-        pairs = [(prefill_id, decode.worker_id) for prefill_id in self._topology.prefill_ids(model)]
-        return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
-
-    def _note_error(self, attempt: Attempt, worker_id: str) -> None:
-        attempt.watch.failed(worker_id)
+    def _note_leaving(self, worker_id: str) -> None:
+        self.watch.note_gone(worker_id)
+        self.pairs.forget(worker_id)
+        self.pulls.forget(worker_id)
 
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer
-        if self._last_lost.get(peer.worker_id) != peer.incarnation:
-            self._last_lost[peer.worker_id] = peer.incarnation
-            self._note_error(attempt, peer.worker_id)
+        if self._last_lost.pop(peer.worker_id, None) != peer.incarnation:
+            attempt.watch.failed(peer.worker_id)
+        self._last_lost[peer.worker_id] = peer.incarnation
+        if len(self._last_lost) > MAX_LOST:
+            del self._last_lost[next(iter(self._last_lost))]
 
-    def _usable(self, views: Views, prefill: PrefillSpeed, decode: DecodeSpeed) -> Views:
+    def _usable(self, request: RunningAnswer, views: Views, prefill: PrefillSpeed, decode: DecodeSpeed) -> Views:
         """Returns the workers that get new work; one with a GPU in trouble is slower than the usual speeds given.
 
-        This is not done in the topology, because judgements of what the cluster can do go by what was measured.
+        A last attempt may use workers with an open circuit, too. This is not done in the topology, because judgements
+        of what the cluster can do go by what was measured.
         """
         watch, worker_ids = self.watch, views.worker_ids
-        usable = watch.usable(worker_ids)
+        usable = watch.last_resort(worker_ids) if request.is_last_attempt else watch.usable(worker_ids)
         if usable is not worker_ids:
             views = views.only(frozenset(usable))
         if not watch.has_weak_gpus:
@@ -464,16 +442,6 @@ def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> Wor
     )
 
 
-def _named(pair: tuple[str, str]) -> dict[str, str]:
-    return dict(zip(("prefill", "decode"), pair, strict=True))
-
-
 def prefill_queue_s(view: WorkerView) -> float:
     """Returns the time until the prompts that wait there are computed."""
     return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
-
-
-def _reluctance(request: RunningAnswer, prefill: Peer, decode: Peer) -> tuple[bool, bool]:
-    has_failed = prefill.incarnation in request.avoided
-    was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
-    return has_failed or was_cut, not request.has_kept_prompt(prefill)

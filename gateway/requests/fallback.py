@@ -24,14 +24,14 @@ from gateway.requests.call import AcceptedCall, AnswerSpec
 from gateway.requests.delivery import FastPath
 from gateway.types import Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable, forget_frames
+from services.runtime.errors import Overloaded, PeerUnreachable, TandemError, WorkerUnavailable, forget_frames
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose models had no room."""
 
 Stream = AsyncGenerator[Delta, None]
 
-FALLS_BACK = (Overloaded, WorkerUnavailable)
+FALLS_BACK = (Overloaded, PeerUnreachable, WorkerUnavailable)
 """The failures for which another model may stand in. Others are the request's own, or nothing that is known to pass."""
 
 

@@ -49,6 +49,7 @@ from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, Overloaded, RequestCancelled, TandemError
 from services.scheduling.disaggregation import PrefillChoice
+from services.scheduling.handoff_times import SlowPair
 from services.scheduling.regions import check_residency
 
 
@@ -151,8 +152,12 @@ class Requests:
         return {report.worker_id: report for report in self._dispatcher.watch.circuits()}
 
     def cut_pairs(self) -> list[CutPairReport]:
-        """Returns the pairs of workers between which pages keep failing to go."""
-        return self._dispatcher.cut_pairs()
+        """Returns the pairs of workers between which no pages pass."""
+        return self._dispatcher.pairs.reports()
+
+    def slow_pairs(self) -> list[SlowPair]:
+        """Returns the pairs of workers whose handoffs are far slower than expected."""
+        return self._dispatcher.watch.slow_pairs()
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """Returns the model's limits, lowered where no worker in rotation has enough pages for them."""
@@ -273,7 +278,7 @@ class Requests:
                             attempt = await self._follow_move(request, attempt, observer)
                 except CrowdedOut as crowded_out:
                     observer.must_wait(request, crowded_out, "crowded_out")
-                    request.note_crowded_out()
+                    await self._failover.after_crowding(request, crowded_out)
                 except TRY_AGAIN as failure:
                     reason = reason_of(failure)
                     observer.must_wait(request, failure, reason)
@@ -336,7 +341,7 @@ class Requests:
             request.bookings.note_prompt_done()
             self.quarantine.end_trial(request)
         if num_tokens or attempt.prompt_done_at_s is not None:
-            watch.note_prompt_done()
+            watch.note_prompt_done(is_finished=request.is_finished)
         if attempt.is_decoding:
             watch.note_answer(num_tokens, is_finished=request.is_finished)
         is_new_state = observer.progressed(request, attempt, delta)

@@ -3,18 +3,20 @@
 So a circuit opens and closes even while no client asks anything, and no client's request is spent on finding out which
 worker has recovered. A trial is a small prompt and a few tokens: a decode worker computes all of it, a prefill worker
 the prompt, for a decode worker that is well. What it says of the worker is `gateway.topology.watch`'s business, as it
-is for any request; it is in no client's figures, log or limits.
+is for any request; it is in no client's figures, log or limits. Blocked pairs of workers have trials, too.
 """
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 from gateway.requests.attempt import Attempt
 from gateway.requests.dispatch import Dispatcher
 from gateway.requests.mailbox import Mailbox
+from gateway.requests.pair_circuits import Pair
 from gateway.requests.tokens import TokenLog
 from gateway.topology.events import AttemptKey, SequenceOrder
 from gateway.topology.member import ROLES, Role
@@ -22,12 +24,15 @@ from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, PrefillSession
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Sampling
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+from services.runtime.errors import Overloaded, TandemError, TransferFailed, WorkerUnavailable
 
 LOOK_EVERY_S = 0.25
 AGAIN_S = 1.0
 """The pause after a trial, also after one that found no room: the next one may not find any either."""
+MAX_PAIR_TRIALS = 16
+"""Maximum number of trials of blocked pairs at a time."""
 NUM_PROMPT_TOKENS = 8
 """The length of a trial's prompt: less than any page, so nothing of it is kept in a cache."""
 NUM_TOKENS = 8
@@ -46,17 +51,18 @@ class Monitor:
 
     def __init__(self, dispatcher: Dispatcher, topology: Topology, *, models: Iterable[str], clock: Clock) -> None:
         self._dispatcher = dispatcher
-        self._watch = dispatcher.watch
+        self._watch, self._pairs = dispatcher.watch, dispatcher.pairs
         self._topology = topology
         self._models = tuple(models)
         self._clock = clock
         self._looking: asyncio.Task[None] | None = None
-        self._trials: dict[str, asyncio.Task[None]] = {}
-        self._next_at_s: dict[str, float] = {}
+        self._trials: dict[str | Pair, asyncio.Task[None]] = {}
+        """The trials under way, by the worker or the pair that each is about."""
+        self._next_at_s: dict[str | Pair, float] = {}
 
     def start(self) -> None:
         """Begins to look."""
-        self._looking = asyncio.create_task(self._look_for_ever(), name="health-monitor")
+        self._looking = supervise(self._look_for_ever, name="health-monitor")
 
     async def close(self) -> None:
         """Ends that, and every trial."""
@@ -70,23 +76,31 @@ class Monitor:
             for model in self._models:
                 for role in ROLES:
                     self._look(role, model)
+            self._look_at_pairs()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self, role: Role, model: str) -> None:
         group = self._topology.rotation_ids(role, model)
         self._watch.usable(group)
-        now_s = self._clock.monotonic()
         for worker_id in self._watch.due_for_probe(group):
-            if worker_id not in self._trials and now_s >= self._next_at_s.get(worker_id, now_s):
-                trial = asyncio.create_task(self._try(role, model, worker_id), name=f"trial-{worker_id}")
-                self._trials[worker_id] = trial
-                trial.add_done_callback(partial(self._end, worker_id))
+            self._begin(worker_id, partial(self._try, role, model, worker_id))
 
-    def _end(self, worker_id: str, _trial: asyncio.Task[None]) -> None:
-        self._trials.pop(worker_id, None)
+    def _look_at_pairs(self) -> None:
+        for pair in self._pairs.due_for_trial():
+            if sum(isinstance(subject, tuple) for subject in self._trials) < MAX_PAIR_TRIALS:
+                self._begin(pair, partial(self._try_pair, pair))
+
+    def _begin(self, subject: str | Pair, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        now_s = self._clock.monotonic()
+        if subject not in self._trials and now_s >= self._next_at_s.get(subject, now_s):
+            self._trials[subject] = trial = asyncio.create_task(start(), name=f"trial-{subject}")
+            trial.add_done_callback(partial(self._end, subject))
+
+    def _end(self, subject: str | Pair, _trial: asyncio.Task[None]) -> None:
+        self._trials.pop(subject, None)
         now_s = self._clock.monotonic()
         self._next_at_s = {one: at_s for one, at_s in self._next_at_s.items() if at_s > now_s}
-        self._next_at_s[worker_id] = now_s + AGAIN_S
+        self._next_at_s[subject] = now_s + AGAIN_S
 
     async def _try(self, role: Role, model: str, worker_id: str) -> None:
         """One trial; it raises nothing, since whatever happens is a word about the worker, or none."""
@@ -98,11 +112,21 @@ class Monitor:
             for decode_id in self._watch.usable(self._topology.rotation_ids("decode", model)):
                 decode = self._topology.decode_session(decode_id)
                 fits = worker_id in self._topology.prefill_ids(model, decode=decode.peer)
-                if fits and await self._try_at(model, worker_id, decode, prefill):
+                is_open = fits and not self._pairs.is_blocked((worker_id, decode_id))
+                if is_open and await self._try_at(model, worker_id, decode, prefill):
                     return
 
+    async def _try_pair(self, pair: Pair) -> None:
+        """Runs a trial of a blocked pair. Does nothing if one of its workers has just left."""
+        member = self._topology.member(pair[1])
+        if member is None:
+            return
+        with contextlib.suppress(WorkerUnavailable):
+            prefill, decode = self._topology.prefill_session(pair[0]), self._topology.decode_session(pair[1])
+            await self._try_at(member.record.model, pair[0], decode, prefill)
+
     async def _try_at(self, model: str, worker_id: str, decode: DecodeSession, prefill: PrefillSession | None) -> bool:
-        """False: the decode worker has no room, so nothing was tried."""
+        """Returns False if the trial says nothing: the decode worker has no capacity, or the path to it failed."""
         usual = self._topology.usual_speeds(model)
         token_s = usual.decode.step_s(1, NUM_PROMPT_TOKENS)
         prompt_s = (usual.local if prefill is None else usual.prefill).time_s(NUM_PROMPT_TOKENS)
@@ -119,22 +143,32 @@ class Monitor:
         except Overloaded:
             return False
         except TimeoutError:
-            pass  # The watch found its stage late while it was running, and has noted that.
-        except TandemError:
+            # The watch found its stage late while it was running, and has noted that.
+            self._note_path_failure(attempt, TransferFailed(f"a trial was not over after {limit_s:.0f} s"))
+        except TandemError as error:
+            if attempt.fault is not None and attempt.fault.accused is not None:
+                self._note_path_failure(attempt, error)
+                return False
             self._dispatcher.note_failure(attempt)
         finally:
             attempt.close()
             self._dispatcher.release(attempt)
         return True
 
+    def _note_path_failure(self, attempt: Attempt, error: TandemError) -> None:
+        """Records that a blocked pair's trial failed. It is no evidence against any other pair."""
+        if attempt.probes:
+            self._pairs.failed(attempt, error)
+
     async def _run(self, attempt: Attempt, prefill: PrefillSession | None, prompt_s: float) -> None:
         watch = attempt.watch
         asked = watch.asked()
         await attempt.admit(is_local_prefill=prefill is None)
         watch.came(asked)
-        self._dispatcher.begin(attempt, [] if prefill is None else [prefill])
-        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s)
+        is_proven = prefill is None or self._pairs.is_proven(prefill.peer, attempt.decode.peer)
+        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s, is_proven=is_proven)
         if prefill is not None:
+            self._pairs.begin_trial(attempt, prefill.peer.worker_id)
             attempt.start_prefill([prefill])
         num_tokens = 0
         while num_tokens < NUM_TOKENS:
@@ -142,7 +176,7 @@ class Monitor:
             num_tokens += len(arrived.token_ids)
             is_finished = num_tokens >= NUM_TOKENS or arrived.finish_reason is not None
             if arrived.token_ids or attempt.prompt_done_at_s is not None:
-                watch.note_prompt_done()
+                watch.note_prompt_done(is_finished=is_finished)
             if attempt.is_decoding or is_finished:
                 watch.note_answer(len(arrived.token_ids), is_finished=is_finished)
             if is_finished:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from gateway.limits import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES
 from gateway.models.catalog import ServedModel
 from gateway.requests.answer import RunningAnswer
-from gateway.requests.attempt import Attempt, CrowdedOut
+from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec, Call
 from gateway.requests.dispatch import Dispatcher, audience_of
 from gateway.requests.observer import AnswerObserver
@@ -293,7 +293,7 @@ class Placing:
                 if route.is_remote:
                     attempt.start_prefill(prefills, self._dispatcher.pulls.orders(route))
                 self._dispatcher.watch_prompt(request, route, attempt)
-            except (Overloaded, CrowdedOut):
+            except Overloaded:
                 is_full = True
                 self._leave(request)
             except WorkerUnavailable as unavailable:
@@ -313,9 +313,7 @@ class Placing:
         self._dispatcher.book(request, route)
         decode = self._topology.decode_session(route.decode.worker_id)
         prefills = self._dispatcher.prefill_sessions(request, route) if route.is_remote else []
-        attempt = request.begin_attempt(decode, self._dispatcher.new_watch(request, route.decode))
-        self._dispatcher.begin(attempt, prefills)
-        return attempt, prefills
+        return request.begin_attempt(decode, self._dispatcher.new_watch(request, route.decode)), prefills
 
     def _note_admitted(
         self, request: RunningAnswer, observer: AnswerObserver, attempt: Attempt, route: Route, asked_s: float

@@ -56,6 +56,11 @@ class Pulls:
         pause_s = min(max(FIRST_PAUSE_S, 2 * pause_s), MAX_PAUSE_S)
         self._pauses[pair] = pause_s, self._clock.monotonic() + pause_s
 
+    def forget(self, worker_id: str) -> None:
+        """Drops the pauses of a worker that has left."""
+        for pair in [pair for pair in self._pauses if worker_id in pair]:
+            del self._pauses[pair]
+
     def _may_pull(self, holder: WorkerView, prefill: WorkerView) -> bool:
         _, until_s = self._pauses.get((holder.worker_id, prefill.worker_id), (0.0, 0.0))
         gives, takes = (self._topology.member(view.worker_id) for view in (holder, prefill))

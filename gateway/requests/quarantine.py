@@ -43,7 +43,7 @@ from gateway.topology.member import ROLES
 from gateway.topology.members import Topology
 from gateway.topology.session import WorkerSession
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Quarantined, TandemError, WorkerLost
+from services.runtime.errors import InternalError, Quarantined, TandemError, WorkerLost
 
 QUARANTINED = "workers have died of this request; it is not computed for a while"
 MAX_STRIKES = 3
@@ -263,7 +263,7 @@ def _witness_of(attempt: Attempt) -> WorkerSession | None:
     if fault is None or fault.is_certain:
         return None
     if fault.worker is None:  # one of the two about the other one
-        asked = fault.suspects[0] if fault.suspects else None
+        asked = fault.accused or next(iter(fault.suspects), None)
     elif isinstance(fault.error, WorkerLost) and not fault.suspects and not attempt.is_move:
         asked = attempt.decode if fault.worker is attempt.prefill else attempt.prefill
     else:
@@ -284,7 +284,8 @@ def _take_word(attempt: Attempt, word: Cancelled | Failed) -> None:
     elif lost is attempt.decode and attempt.may_compute(attempt.decode):
         attempt.suspect(attempt.decode)
     else:
-        attempt.suspect()
+        accused, has_crashed = attempt.fault.accused, isinstance(word, Failed) and isinstance(word.error, InternalError)
+        attempt.suspect(is_between=accused is not None and not accused.load.is_draining and not has_crashed)
 
 
 def fingerprint_of(spec: AnswerSpec) -> str:

@@ -7,7 +7,6 @@ answers away, and cannot, is a hot spot.
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import Topology
+from services.runtime.background_tasks import supervise
 from services.runtime.errors import WorkerUnavailable
 from services.scheduling.entry import ServiceClass
 from services.scheduling.prediction import LinkSpeed
@@ -49,8 +49,6 @@ REST_S = 20.0
 Outcome = Literal["moved", "refused", "ended"]
 OUTCOMES: tuple[Outcome, ...] = ("moved", "refused", "ended")
 """What came of a move: done; its taker refused, or could no longer be asked; the answer or its attempt ended first."""
-
-logger = logging.getLogger(__name__)
 
 
 class UnderWay(NamedTuple):
@@ -117,7 +115,7 @@ class Rebalancer:
 
     def start(self) -> None:
         """Begins to look."""
-        self._looking = asyncio.create_task(self._look_for_ever(), name="rebalancing")
+        self._looking = supervise(self._look_for_ever, name="rebalancing")
 
     async def close(self) -> None:
         """Stops looking; moves that were decided take their course."""
@@ -141,10 +139,7 @@ class Rebalancer:
 
     async def _look_for_ever(self) -> None:
         while True:
-            try:
-                self.look()
-            except Exception:  # root of the task: what one look meets must not end all others
-                logger.exception("the load of decode workers cannot be looked at")
+            self.look()
             pause_s = LOOK_EVERY_S * max(1.0, self._num_seen / WORKERS_PER_LOOK)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - it is no secret
 

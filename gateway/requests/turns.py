@@ -25,6 +25,7 @@ from gateway.requests.call import AnswerSpec
 from gateway.requests.policies import Policies
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import WorkerUnavailable
 from services.runtime.worker_state import WorkerState
@@ -109,7 +110,7 @@ class ModelTurns:
     def start(self) -> None:
         """Begins to look, if any models share workers."""
         if self._shares:
-            self._looking = asyncio.create_task(self._look_for_ever(), name="turns")
+            self._looking = supervise(self._look_for_ever, name="turns")
 
     async def close(self) -> None:
         """Stops looking; a switch that was decided takes its course."""
@@ -195,10 +196,7 @@ class ModelTurns:
 
     async def _look_for_ever(self) -> None:
         while True:
-            try:
-                self.look()
-            except Exception:  # root of the task: what one look meets must not end all others
-                logger.exception("the models that share workers cannot be looked at")
+            self.look()
             await asyncio.sleep(LOOK_S)
 
     @contextlib.contextmanager

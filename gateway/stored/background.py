@@ -18,9 +18,10 @@ from gateway.batches.pending import RowAnswer, ask, retry_s
 from gateway.http.exchange import App
 from gateway.stored.documents import ENDS, Event, EventSplitter, changed, failed_event, id_of, response_of, with_members
 from gateway.stored.kept import add_turn
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import BACKGROUND_S, AnswerStore, ClaimedAnswer
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
+from services.runtime.errors import StoreRefused
 
 ENDPOINT = "/v1/responses"
 RESPONSE_PREFIX = "resp_"
@@ -133,9 +134,16 @@ class BackgroundRun(ClaimedRun):
             return
         try:
             told = await self._asked()
+            await self._end(told)
         except _NoRoom:
             await self._fail("server_error", "there is no room to keep what is generated: delete stored responses")
-            return
+        except StoreRefused as refused:
+            logger.error("response refused by redis", extra={**self._identity, "reason": str(refused)})
+            await self._fail("server_error", "the response could not be stored: Redis refused the command")
+
+    async def _end(self, told: RowAnswer) -> None:
+        """Ends the response, or gives it back, after its request has ended. Raises Left, _NoRoom or StoreRefused."""
+        answer = self.answer
         wait_s = retry_s(told)
         if told.status != 200 and wait_s is not None:
             await until_answered(lambda: self._store.give_back(answer, wait_s=wait_s))
@@ -234,7 +242,11 @@ class BackgroundRun(ClaimedRun):
     async def _keep(self) -> None:
         """Renews the claim, and ends the work where it cannot be renewed."""
         while True:
-            reply = await until_answered(lambda: self._store.renew(self.answer))
+            try:
+                reply = await until_answered(lambda: self._store.renew(self.answer))
+            except StoreRefused as refused:
+                logger.error("claim refused by redis", extra={**self._identity, "reason": str(refused)})
+                reply = AnswerReply.GONE
             if reply is not AnswerReply.DONE:
                 self._is_lost = True
                 self.stop()

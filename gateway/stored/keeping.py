@@ -30,7 +30,7 @@ from gateway.stored.documents import changed
 from gateway.stored.kept import KeptResponse, Turn
 from gateway.stored.kind import check_reply, encoded
 from gateway.wishes import PREFILL, RESIDENCY, TPOT, TTFT
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import AnswerStore, BackgroundOrder, StoredAnswer, name_of_answer
 from services.runtime.errors import InvalidRequest, NotFound, StoreUnavailable
 

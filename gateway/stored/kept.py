@@ -14,7 +14,7 @@ import msgspec
 from gateway.http.exchange import Exchange
 from gateway.openai.writer import encode
 from gateway.stored.documents import ENDS, EventSplitter, changed, input_items, response_of, with_members
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import MAX_ANSWER_BYTES, AnswerStore
 from services.runtime.errors import StoreUnavailable
 

@@ -8,7 +8,7 @@ from typing import Any
 from gateway.named.ask import conflict
 from gateway.openai.writer import encode
 from gateway.stored.documents import changed
-from services.cluster.answer_scripts import MAX_ACTIVE, AnswerReply
+from services.cluster.answer_records import MAX_ACTIVE, AnswerReply
 from services.cluster.answers import MAX_ANSWER_BYTES, AnswerRoom, AnswerStore, StoredAnswer
 from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RateLimited
 

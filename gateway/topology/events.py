@@ -171,4 +171,8 @@ Event = (
 
 
 class Unfit(WorkerUnavailable):
-    """A worker does not take what its model should: its files or its version differ. The request is tried elsewhere."""
+    """A worker refused a request as invalid that the gateway had accepted: its files, memory, or version differ.
+
+    The request is tried once more, on another worker if there is one. If that one refuses it too, the request is
+    invalid.
+    """

@@ -19,12 +19,19 @@ looks as often. Less than `session.SILENCE_LIMIT_S`: a process that stopped rene
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, this process slept, and no worker is blamed for silence."""
 
+FAILED = Obstacle(
+    "the gateway itself failed while it used the session",
+    "see `background task failed` in the gateway's log",
+)
+
 logger = logging.getLogger(__name__)
 
 
 async def keep_connected(member: Member, new_session: Callable[[], WorkerSession]) -> None:
     """Makes a new session each time one breaks; returns when the worker is no longer listed."""
     delay_s, last_reason = FIRST_RECONNECT_S, ""
+    if member.session.has_ended:  # An unexpected error ended this loop before. A session cannot run twice.
+        member.obstacle, member.session = FAILED, new_session()
     while True:
         started_at_s = asyncio.get_running_loop().time()
         try:

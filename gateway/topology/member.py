@@ -1,6 +1,7 @@
 """One worker process as the gateway knows it: its record in the registry, the session to it, what it reports."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,3 +92,16 @@ def seen_of(member: Member) -> Seen:
     """Returns what `presence` compares of a worker."""
     record = member.record
     return Seen(record.id, record.role, record.model, record.host, record.address, member.state, member.has_worked)
+
+
+def mark_exact(members: Sequence[Member], *, allows_inexact: bool) -> None:
+    """Marks a worker as exact if the ready workers of its model all have its identity."""
+    identities: dict[str, set[str]] = {}
+    for member in members:
+        if member.state == WorkerState.READY:
+            identities.setdefault(member.record.model, set()).add(member.record.identity_key)
+    for member in members:
+        record = member.record
+        is_known = bool(record.identity) and not allows_inexact
+        is_alike = identities.get(record.model, set()) <= {record.identity_key}
+        member.is_exact = record.exact and is_known and is_alike

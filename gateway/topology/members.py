@@ -11,14 +11,16 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.topology.keeper import break_silent, keep_connected
-from gateway.topology.member import Member, Role, seen_of
+from gateway.topology.member import Member, Role, mark_exact, seen_of
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.views import USUAL_S, ModelWorkers, Rotation, UsualSpeeds, find_usual
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
 from services.runtime.gpu_facts import GpuFacts
@@ -54,9 +56,8 @@ class Topology:
         presence: Presence | None = None,
         pools: Pools = NO_POOLS,
     ) -> None:
-        """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may continue
-        wherever its weights are, whatever arithmetic is used, and no worker counts as exact. `presence` is told of
-        workers that leave.
+        """`judge` returns why a worker must get no work, or an empty string. With `allows_inexact`, a response may
+        continue wherever its weights are, and no worker counts as exact. `presence` is notified of leaving workers.
         """
         self.presence = presence or Presence()
         self.pools = pools
@@ -88,8 +89,8 @@ class Topology:
         """Begins to watch for silent workers, and whether there is time for every token."""
         self.stale_since_s = self.now_s()  # until the registry has been read
         self._watching = [
-            asyncio.create_task(break_silent(self.members, self._last_renewal_s), name="silence-check"),
-            asyncio.create_task(self.pace.keep(), name="pace"),
+            supervise(partial(break_silent, self.members, self._last_renewal_s), name="silence-check"),
+            supervise(self.pace.keep, name="pace"),
         ]
 
     async def close(self) -> None:
@@ -151,15 +152,7 @@ class Topology:
     def members(self) -> list[Member]:
         """Returns all known workers in order of role and id."""
         members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
-        ways: dict[str, set[str]] = {}
-        for member in members:
-            if member.state == WorkerState.READY:
-                ways.setdefault(member.record.model, set()).add(member.record.identity_key)
-        for member in members:
-            record = member.record
-            is_known = bool(record.identity) and not self._allows_inexact
-            is_alike = ways.get(record.model, set()) <= {record.identity_key}
-            member.is_exact = record.exact and is_known and is_alike
+        mark_exact(members, allows_inexact=self._allows_inexact)
         return members
 
     def workers(self, model: str | None) -> ModelWorkers:
@@ -183,10 +176,7 @@ class Topology:
         return fitting
 
     def open_ids(self, role_name: Role, model: str, audience: Audience) -> set[str]:
-        """Returns the workers of a role and a model in rotation that work for an audience.
-
-        Where it is bound to an `identity_key`, they are those where an answer that began with it may continue.
-        """
+        """Returns the ready workers that meet the placement constraints, which may pin them to an `identity_key`."""
         records = [member.record for member in self._in_rotation(role_name, model).members]
         if bound_to := audience.bound_to:
             records = [record for record in records if self.may_go_on(bound_to, record.identity_key)]
@@ -244,10 +234,9 @@ class Topology:
         return len(self._in_rotation(role_name, model).members)
 
     def is_away(self, role_name: Role, model: str, *, audience: Audience) -> bool:
-        """Whether a worker for these requests has just lost its session and is still registered: it may be back soon.
+        """Returns whether a registered worker for these requests lost its session less than one lease time ago.
 
-        A worker that is starting is not away: how long that takes is unknown. Nor is one that has been out of reach
-        for longer than a lease lasts, whether it still renews its lease or Redis is away and cannot say that it ended.
+        Such a worker may reconnect soon. A starting worker does not count, because its loading time is unknown.
         """
         since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
         if self.stale_since_s is not None and (self.stale_since_s < since_s or not self.members()):
@@ -320,8 +309,7 @@ class Topology:
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
         """Returns the (pages, places) that a decode worker has for requests of a class.
 
-        What requests of worse classes hold is included, since these are preempted. Places never run out where the
-        worker does not say how many it has.
+        Includes the pages and slots of lower classes. Slots are unlimited if the worker does not report their number.
         """
         member = self._roles["decode"].members.get(worker_id)
         if member is None:
@@ -393,7 +381,7 @@ class Topology:
             member = role.members[worker_id] = Member(record, self._new_session(role, record))
             self._judge_model(member)
         if member.keeper is None and record.state != WorkerState.STARTING:
-            member.keeper = asyncio.create_task(self._keep(role, member), name=f"session-{worker_id}")
+            member.keeper = supervise(partial(self._keep, role, member), name="session", subject=worker_id)
 
     def _judge_model(self, member: Member) -> None:
         """Logs once for each worker process that it gets no work, and why: its model never changes in its life."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from services.cluster.change_log import LogReader
 from services.cluster.prefix_index import MAX_PAGES, IndexSlice, Position, PrefixIndex, Sighting
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -142,7 +143,7 @@ class PrefixView:
 
     def start(self) -> None:
         """Begins to follow, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="prefix-view")
+        self._task = supervise(self._follow, name="prefix-view")
 
     async def close(self) -> None:
         """Stops following."""

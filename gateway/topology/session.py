@@ -26,12 +26,7 @@ from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec, writ
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.errors import (
-    Overloaded,
-    TandemError,
-    WorkerLost,
-    WorkerUnavailable,
-)
+from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.membership import Proof
 from services.scheduling.links import NO_LINKS, PeerLinks
@@ -48,8 +43,7 @@ MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
 GATHER_S = 0.001
-"""The time after a message in which commands wait for one another: a message costs this process more than ten of them.
-"""
+"""Commands wait this long after a message for more of them: a message costs this process more than ten commands."""
 
 FEW_RUNNING = 8
 """Up to this many running answers, it is worth asking how long each may still take."""
@@ -106,7 +100,7 @@ class WorkerSession(ABC):
         self.counts: Counts | None = None
         """What the worker has counted since it started; None: it has not reported that."""
         self.books = Books()
-        self.is_up = False
+        self.is_up = self.has_ended = False
         self.num_dropped_events = 0
         self._hello = worker_pb2.SessionHello(
             gateway_incarnation=gateway_incarnation, worker_incarnation=peer.incarnation
@@ -251,7 +245,7 @@ class WorkerSession(ABC):
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await rpc.check_answer(proof, call)
-                await call.write(self._commands([self._command(hello=self._hello)]))
+                await rpc.write_if_open(call, self._commands([self._command(hello=self._hello)]))
                 first = await call.read()
             self._take(first)
             self._come_up()
@@ -380,8 +374,9 @@ class WorkerSession(ABC):
                 else:
                     self._wake_writer = loop.create_future()
                     await self._wake_writer
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except Exception:  # a session without its writer must not stay up
             call.cancel()
+            raise
 
     def _next_message(self) -> Any:
         commands = [self._outgoing.popleft()]
@@ -392,6 +387,7 @@ class WorkerSession(ABC):
         return self._commands(commands)
 
     def _break(self, error: TandemError) -> None:
+        self.has_ended = True
         self._release_all()
         was_up, self.is_up = self.is_up, False
         sinks, self._sinks = self._sinks, {}

@@ -4,11 +4,11 @@ Each judgement is a function of plain data; what they need of the past is kept i
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 
+from gateway.topology.flapping import FLAP_WINDOW_S, FlapCounter, SeenWorker
 from gateway.topology.member import Member
 from gateway.topology.members import Topology
 from gateway.topology.presence import Gone, Shortage
@@ -18,12 +18,14 @@ from services.cluster.advice import redis_remedy
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
-from services.runtime import rpc
+from services.runtime import logs, rpc
+from services.runtime.background_tasks import FailingTask, supervise
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
 from services.runtime.worker_state import WorkerState
+from services.scheduling.handoff_times import SlowPair
 from services.scheduling.rebalancing import HotSpot, Obstacle
 
 LOOK_S = 1.0
@@ -44,7 +46,13 @@ LARGE_BYTES = 65_536
 
 CLOCK_REMEDY = "run a time service on all machines: times of logs and traces, and ends of certificates, depend on it"
 LEFT_OUT_REMEDY = "give gateway and workers the same files, or the worker a --model-name of its own"
+KERNELS_REMEDY = (
+    "install g++ or clang++ on its machine, or name a compiler in CXX, and restart the worker; until then it is slow, "
+    "and no other kind of worker continues its responses"
+)
 GONE_REMEDY = "look at its machine and its log; a worker that leaves on purpose is ended with SIGTERM or tandem drain"
+FLAPPING_REMEDY = "see why it ended or was ejected: its log, its termination message, its machine's memory and network"
+LOG_REMEDY = "free space on the disk of the logs, or start the process with another --log-dir"
 MISSING_REMEDY = "start workers, look at those that are gone or cannot be reached, or change --expect"
 SLOW_REDIS_REMEDY = "move Redis nearer to the gateways, or look at what else uses it or its machine"
 HOT_FOR_S = 10.0
@@ -56,6 +64,8 @@ LINK_REMEDY = (
     "lower the MTU of both machines' interfaces to what the path carries (VPN, VXLAN), or let ICMP through so that "
     "they find it out"
 )
+SLOW_LINK_FOR_S = 2.0
+SLOW_LINK_REMEDY = "look at the network between the two machines: loss, bandwidth, other traffic"
 CIRCUIT_WORDS: Mapping[CircuitState, str] = {
     "closed": "gets work",
     "open": "is kept from work",
@@ -68,7 +78,10 @@ CIRCUIT_REMEDIES = {
     "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
     "gpu": "look after its GPU: what it says is in tandem status",
 }
-PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+PAIR_REMEDY = (
+    "look at the network and the firewalls between the two: the decode worker's port and transfer port must be open; "
+    "the pair is used again when the gateway's trials succeed"
+)
 HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
     "off": ("running answers are not moved (--rebalance)", "let this gateway rebalance"),
     "full": ("the others have no room for its answers", "add a decode worker, or pages to the others"),
@@ -86,14 +99,16 @@ HOT_OBSTACLES: Mapping[Obstacle, tuple[str, str]] = {
 HOT_PROMPTS_REMEDY = (
     "prompts stay where they were sent: see whether it is slower than the others, or alone in holding a common prefix"
 )
+TASK_REMEDY = (
+    "see `background task failed` in the gateway's log and report it; the gateway restarts the task, and restarting "
+    "the gateway may help"
+)
 KEYS_REMEDY = "repair the file: it is read again within a second, and until then the keys before it hold"
 QUARANTINE_REMEDY = (
     "see the gateways' logs for what was quarantined, and the last words of the workers that died; it ends by itself "
     "after 10 minutes"
 )
 CERTIFICATE_REMEDY = "renew it and replace the files: they are read again without a restart"
-
-logger = logging.getLogger(__name__)
 
 
 class TroubleWatch:
@@ -117,14 +132,16 @@ class TroubleWatch:
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
         self._hot = _Lasting(HOT_FOR_S)
-        self._links: dict[str, float] = {}
-        """When pages last got stuck between a pair of workers, by the names of the pair."""
+        self._flaps = FlapCounter()
+        self._slow_links = _Lasting(SLOW_LINK_FOR_S)
+        self._links: dict[str, tuple[float, Found]] = {}
+        """When and why pages last got stuck between a pair of workers, by the names of the pair."""
         self._task: asyncio.Task[None] | None = None
         topology.watch_handoffs(self.note_handoff)
 
     def start(self) -> None:
         """Begins to look, on the running loop."""
-        self._task = asyncio.create_task(self._follow(), name="troubles")
+        self._task = supervise(self._follow, name="troubles")
 
     async def close(self) -> None:
         """Stops looking."""
@@ -141,16 +158,20 @@ class TroubleWatch:
         troubles.settle("missing", missing(presence.shortages))
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
         troubles.settle("left_out", left_out(members))
-        for kind, found in self._told().items():
-            hot = {**found, **hot_prefills(members)} if kind == "hot_spot" else None
-            troubles.settle(kind, found if hot is None else self._hot.of(hot, now_s))
+        troubles.settle("kernels", without_kernels(members))
+        told = dict(self._told())
+        troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, told.get("circuit", {})), now_s)))
+        troubles.settle("log", lost_lines(logs.lost))
+        told["hot_spot"] = self._hot.of({**told.get("hot_spot", {}), **hot_prefills(members)}, now_s)
+        told["link"] = {**self._slow_links.of(told.get("link", {}), now_s), **self._stuck_links(members, now_s)}
+        for kind, found in told.items():
+            troubles.settle(kind, found)
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
         troubles.settle("certificate", certificates(members, unix_s))
         is_up = self._store.is_up
         troubles.settle("redis", {} if is_up else redis_away(self._store.last_failure))
         slow = slow_redis(self._store.round_trip.waited_s) if is_up else {}
         troubles.settle("redis_slow", self._redis.of(slow, now_s))
-        self._end_links(members, now_s)
 
     def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
         """Notes how many bytes of pages went from one worker to another, or why they could not.
@@ -161,24 +182,24 @@ class TroubleWatch:
             return  # Nearly every handoff: nothing is wrong with any link.
         link = _link(prefill_id, decode_id)
         if isinstance(outcome, TransferStalled):
-            self._links[link] = self._clock.monotonic()
-            self.troubles.begin("link", link, f"{LINK_CAUSE} ({outcome.message})", LINK_REMEDY)
+            found = Found(f"{LINK_CAUSE} ({outcome.message})", LINK_REMEDY)
+            self._links[link] = self._clock.monotonic(), found
+            self.troubles.begin("link", link, *found)
         elif isinstance(outcome, int) and outcome >= LARGE_BYTES and self._links.pop(link, None) is not None:
             self.troubles.end("link", link)
 
-    def _end_links(self, members: Iterable[Member], now_s: float) -> None:
+    def _stuck_links(self, members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
         ids = {member.record.id for member in members}
-        for link, at_s in list(self._links.items()):
-            if now_s - at_s >= LINK_FOR_S or not ids.issuperset(link.split(" to ")):
-                del self._links[link]
-                self.troubles.end("link", link)
+        self._links = {
+            link: (at_s, found)
+            for link, (at_s, found) in self._links.items()
+            if now_s - at_s < LINK_FOR_S and ids.issuperset(link.split(" to "))
+        }
+        return {link: found for link, (_, found) in self._links.items()}
 
     async def _follow(self) -> None:
         while True:
-            try:
-                self.look()
-            except Exception:  # root of the task: what one look meets must not end all others
-                logger.exception("the cluster's troubles cannot be looked for")
+            self.look()
             await asyncio.sleep(LOOK_S)
 
 
@@ -227,9 +248,44 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
     return found
 
 
+def seen_workers(members: Iterable[Member], ejected: Mapping[str, Found]) -> list[SeenWorker]:
+    """Returns the registered workers. `ejected` holds those that get no work because of their circuits."""
+    return [
+        SeenWorker(member.record.id, member.record.incarnation, member.state, member.record.id in ejected)
+        for member in members
+    ]
+
+
+def flapping(num_failures: Mapping[str, int]) -> Mapping[str, Found]:
+    """Returns the workers that failed and recovered several times."""
+    minutes = round(FLAP_WINDOW_S / 60)
+    return {
+        worker_id: Found(f"it failed {count} times within {minutes} minutes", FLAPPING_REMEDY)
+        for worker_id, count in num_failures.items()
+    }
+
+
+def lost_lines(lost: logs.LostLines) -> Mapping[str, Found]:
+    """Returns this process if its last line could not be written."""
+    if not lost.error:
+        return {}
+    return {"gateway": Found(f"{lost.count} lines of the log could not be written: {lost.error}", LOG_REMEDY)}
+
+
 def left_out(members: Iterable[Member]) -> Mapping[str, Found]:
     """Returns the workers that get no work because their model differs."""
     return {member.record.id: Found(member.left_out, LEFT_OUT_REMEDY) for member in members if member.left_out}
+
+
+def without_kernels(members: Iterable[Member]) -> Mapping[str, Found]:
+    """Returns the workers that compute with torch because their kernels could not be compiled or loaded."""
+    return {
+        member.record.id: Found(
+            f"it computes with torch, without compiled kernels: {member.record.kernels_error}", KERNELS_REMEDY
+        )
+        for member in members
+        if member.record.kernels_error
+    }
 
 
 def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:
@@ -239,10 +295,21 @@ def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -
         cause = f"it {CIRCUIT_WORDS[report.state]}: {report.said()}"
         found[report.worker_id] = Found(cause, CIRCUIT_REMEDIES.get(report.cause, "see its log"))
     for pair in pairs:
-        what = "is used all the same" if pair.state == "suspected" else "is avoided"
-        cause = f"the way {what}: {pair.words or 'pages do not arrive'} (since {pair.for_s:.0f} s)"
+        cause = f"the pair is blocked: {pair.words} (since {pair.for_s:.0f} s)"
         found[_link(pair.prefill_id, pair.decode_id)] = Found(cause, PAIR_REMEDY)
     return found
+
+
+def slow_links(pairs: Iterable[SlowPair]) -> Mapping[str, Found]:
+    """Returns the pairs of workers whose handoffs are far slower than expected."""
+    return {
+        _link(*one.pair): Found(
+            f"handoffs take {one.took_s:.2g} s, {one.ratio:.3g} times as long as expected, "
+            f"between other workers {one.others:.3g} times",
+            SLOW_LINK_REMEDY,
+        )
+        for one in pairs
+    }
 
 
 def hot_decodes(spots: Mapping[str, HotSpot]) -> Mapping[str, Found]:
@@ -273,6 +340,16 @@ def hot_prefills(members: Iterable[Member]) -> Mapping[str, Found]:
                 cause = f"prompts of {queue_s:.1f} s wait there, at the others of {others_s:.1f} s"
                 found[worker_id] = Found(cause, HOT_PROMPTS_REMEDY)
     return found
+
+
+def failing_tasks(tasks: Iterable[FailingTask]) -> Mapping[str, Found]:
+    """Returns the background tasks of this gateway that keep failing."""
+    return {
+        f"{task.name} {task.subject}".rstrip(): Found(
+            f"it failed {task.failures} times in a row, most recently with: {task.error}", TASK_REMEDY
+        )
+        for task in tasks
+    }
 
 
 def unreadable_keys(error: str) -> Mapping[str, Found]:

@@ -4,6 +4,9 @@ A *stage* is something that a worker has been asked for and the time at which it
 admitted, the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not
 its own: what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since they
 consist mostly of this process and the network.
+
+A handoff is no stage of a worker. The time of a prompt is that of the prefill worker's own steps, without the waits for
+its peer, and the decode worker's time begins when it has the pages. What a handoff takes is held against the pair.
 """
 
 import logging
@@ -17,7 +20,8 @@ import msgspec
 from gateway.topology.pacing import Pace
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import Clock
-from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
+from services.scheduling.handoff_times import HandoffTimes, SlowPair
+from services.scheduling.health import Circuit, GpuJudgement, GpuState, WorkerHealth
 
 FLOOR_S = 0.01
 """What is added to the expected time and to the real one before the two are compared."""
@@ -27,17 +31,24 @@ LEAST_WEIGHT = 0.1
 """The weight of a GPU that is out, but used since too many are: it gets what others cannot take soon."""
 TOKENS_PER_STAGE = 16
 """How many tokens of an answer make one stage: single gaps say little."""
+ONE_PEER_S = 1.5
+"""Least expected time of a worker whose stages all depend on one peer. Its patience is a multiple: until then the
+worker has reported an error about the peer, if that is what it waits for."""
 
 logger = logging.getLogger(__name__)
 
 
 class Stage(msgspec.Struct, eq=False):
-    """Something that is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
+    """Something that is expected of a worker. `probe`: the number of the probe that it decides, or 0.
+
+    `peer_id` is the worker whose part, or the path to which, the stage may be waiting for. Otherwise it is empty.
+    """
 
     worker_id: str
     began_s: float
     expected_s: float
     probe: int = 0
+    peer_id: str = ""
 
 
 class WorkerWatch:
@@ -52,6 +63,7 @@ class WorkerWatch:
         self._health = WorkerHealth(before_judging=self._note_loads)
         self._open: dict[str, set[Stage]] = {}
         """What is expected of each worker now."""
+        self._handoffs = HandoffTimes()
         self.num_openings: Counter[str] = Counter()
         """How often workers were kept from work, by the kind of cause."""
 
@@ -75,6 +87,7 @@ class WorkerWatch:
 
     def note_gone(self, worker_id: str) -> None:
         """Notes that the worker is no longer registered or connected."""
+        self._handoffs.forget(worker_id)
         self._health.note_gone(worker_id, self._clock.monotonic())
 
     @property
@@ -101,6 +114,23 @@ class WorkerWatch:
                 self._tell(change)
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 
+    def last_resort(self, group: Sequence[str]) -> Sequence[str]:
+        """Returns the workers of a role that a request's last attempt may use: slow and failing ones, too.
+
+        A worker whose GPU is out may compute wrong tokens, so it stays excluded.
+        """
+        usable, weak_gpus = set(self.usable(group)), self._health.weak_gpus
+        return [one for one in group if one in usable or one not in weak_gpus or weak_gpus[one].state != GpuState.OUT]
+
+    def handed_off(self, pair: tuple[str, str], took_s: float, *, expected_s: float) -> None:
+        """Records how long a handoff between two workers took."""
+        self._handoffs.note(pair, took_s, expected_s=expected_s, now_s=self._clock.monotonic())
+
+    def slow_pairs(self) -> list[SlowPair]:
+        """Returns the pairs whose handoffs are far slower than expected, without those of workers in trouble."""
+        slow = self._handoffs.slow(self._clock.monotonic())
+        return [one for one in slow if all(self.circuit(worker_id) == "closed" for worker_id in one.pair)]
+
     def due_for_probe(self, group: Sequence[str]) -> list[str]:
         """Returns the workers that should each be tried now, to see which have recovered."""
         return self._health.due_for_probe(group, self._clock.monotonic())
@@ -122,11 +152,14 @@ class WorkerWatch:
 
     def came(self, stage: Stage) -> None:
         """Ends a stage: what was expected has arrived."""
-        now_s = self._clock.monotonic()
+        self.took(stage, self._clock.monotonic() - stage.began_s)
+
+    def took(self, stage: Stage, took_s: float) -> None:
+        """Ends a stage of which the worker's own part took `took_s`."""
         floor_s = PROBE_FLOOR_S if stage.probe else FLOOR_S
-        ratio = (now_s - stage.began_s + floor_s) / (stage.expected_s + self._pace.hold_s + floor_s)
+        ratio = (took_s + floor_s) / (stage.expected_s + self._pace.hold_s + floor_s)
         self._end(stage)
-        self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
+        self._health.note_success(stage.worker_id, ratio, self._clock.monotonic(), probe=stage.probe)
 
     def failed(self, worker_id: str, stages: Sequence[Stage]) -> None:
         """Notes one error: the worker has made a mistake or has died, whatever was expected of it."""
@@ -135,6 +168,16 @@ class WorkerWatch:
             self._end(stage)
         probe = max((stage.probe for stage in mine), default=0)
         self._health.note_error(worker_id, self._clock.monotonic(), probe=probe)
+
+    def now_s(self) -> float:
+        """Returns the time by which stages are measured."""
+        return self._clock.monotonic()
+
+    def heard(self, stage: Stage, *, is_done: bool) -> None:
+        """Records a sign of life of a stage's worker. If `is_done`, nothing more is outstanding, and `took` follows."""
+        self._health.note_heard(stage.worker_id, self._clock.monotonic())
+        if is_done:
+            self._end(stage)
 
     def dropped(self, stage: Stage) -> None:
         """Ends a stage that is no longer waited for, through no fault of the worker's."""
@@ -178,6 +221,9 @@ class WorkerWatch:
         for worker_id in worker_ids:
             stages = self._open.get(worker_id, ())
             soonest_s = min((stage.expected_s for stage in stages), default=0.0)
+            peers = {stage.peer_id for stage in stages}
+            if len(peers) == 1 and peers != {""}:
+                soonest_s = max(soonest_s, ONE_PEER_S)
             self._health.note_load(worker_id, len(stages), least_s + soonest_s, now_s)
 
 
@@ -223,10 +269,7 @@ class CircuitReport:
 
 @dataclass(frozen=True, slots=True)
 class CutPairReport:
-    """Two workers between which transfers of pages have failed for `for_s` seconds; `words` tell the last failure.
-
-    State `suspected`: the pair is still used, since there is no better one.
-    """
+    """Two workers between which pages have not passed for `for_s` seconds. `words` is the last error."""
 
     prefill_id: str
     decode_id: str
@@ -253,6 +296,9 @@ class AttemptWatch:
         self._handoff_s = handoff_s
         self._stages: list[Stage] = []
         self._prompt: Stage | None = None
+        self._sent_s = self._started_s = self._done_s = 0.0
+        """When the prompt was sent, when its worker began with it, and when the first token came; 0 if not yet."""
+        self._is_proven = True
         self._answer: Stage | None = None
         self._num_tokens = 0
         self._probes: dict[str, int] = {}
@@ -272,11 +318,22 @@ class AttemptWatch:
         self._stages.remove(stage)
         self._watch.came(stage)
 
-    def prompt_sent(self, worker_id: str, expected_s: float) -> None:
-        """Notes that a worker computes the prompt."""
+    def prompt_sent(self, worker_id: str, expected_s: float, *, is_proven: bool = True) -> None:
+        """Records that a worker computes the prompt. Unless `is_proven`, it may have to open a Link first."""
         # A probe of a decode worker is decided by the answer, which comes after the prompt.
         probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
         self._prompt = self._begin(worker_id, expected_s, probe)
+        self._sent_s, self._is_proven = self._prompt.began_s, is_proven
+        self._started_s = self._done_s = 0.0
+        if not is_proven:
+            self._prompt.peer_id = self._decode_id
+
+    def note_prompt_started(self) -> None:
+        """Records that a prefill worker has begun with the prompt. It may wait for its peer's reservation now."""
+        if self._prompt is not None and not self._started_s:
+            self._started_s = self._watch.now_s()
+            self._prompt.peer_id = self._decode_id
+            self._watch.heard(self._prompt, is_done=False)
 
     def prompt_refused(self, next_id: str) -> None:
         """Notes that the worker did not take the prompt: nothing is expected of it, and `next_id` computes it."""
@@ -287,12 +344,48 @@ class AttemptWatch:
             self.sent(next_id, prompt.expected_s)
             self.prompt_sent(next_id, prompt.expected_s)
 
-    def note_prompt_done(self) -> None:
-        """Notes that the prompt is computed, wherever that was: it is the decode worker's turn."""
+    def note_prompt_done(self, *, is_finished: bool = False) -> None:
+        """Records that the prompt is computed. A remote one is judged at its handoff, which tells its worker's part.
+
+        If `is_finished`, the answer ends with its first token, and no handoff follows.
+        """
+        prompt = self._prompt
+        if prompt is None or self._done_s:
+            return
+        self._done_s = self._watch.now_s()
+        if prompt.worker_id == self._decode_id:
+            self._end_prompt(self._done_s - self._sent_s)
+            self._begin_answer()
+        elif is_finished:
+            self._end_prompt(self._done_s - (self._sent_s if self._is_proven else self._started_s or self._sent_s))
+        else:
+            self._watch.heard(prompt, is_done=True)
+
+    def note_handed_off(self, chunks: Sequence[tuple[float, float, int]] = ()) -> None:
+        """Records that the decode worker has the pages.
+
+        `chunks` are the prefill worker's own steps, if it reports them: (start, duration, tokens), in seconds since the
+        worker began with the prompt.
+        """
+        prompt = self._prompt
+        if prompt is None or prompt.worker_id == self._decode_id:
+            return
+        self.note_prompt_done()
+        now_s, done_s = self._watch.now_s(), self._done_s
+        started_s = self._started_s or self._sent_s
+        computing_s = max((began_s + spent_s for began_s, spent_s, _ in chunks), default=done_s - started_s)
+        waited_s = started_s - self._sent_s if self._is_proven else 0.0
+        self._end_prompt(min(done_s - self._sent_s, waited_s + computing_s))
+        took_s = now_s - started_s - min(computing_s, done_s - started_s)
+        self._watch.handed_off((prompt.worker_id, self._decode_id), took_s, expected_s=self._handoff_s)
+        if self._answer is None:
+            self._begin_answer()
+
+    def _end_prompt(self, took_s: float) -> None:
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
-            self.came(prompt)
-            self._begin_answer(self._handoff_s)
+            self._stages.remove(prompt)
+            self._watch.took(prompt, took_s)
 
     def note_answer(self, num_tokens: int, *, is_finished: bool) -> None:
         """Notes that the decode worker generates, and how many tokens it has sent since the last call.
@@ -300,7 +393,7 @@ class AttemptWatch:
         The last tokens of an answer say nothing if they are fewer than a stage's, except that they end a probe.
         """
         if self._answer is None:
-            self._begin_answer(0.0)
+            self._begin_answer()
             return
         self._num_tokens += num_tokens
         is_whole = self._num_tokens >= TOKENS_PER_STAGE
@@ -309,7 +402,7 @@ class AttemptWatch:
             answer.expected_s += self._token_s * (self._num_tokens - TOKENS_PER_STAGE)
             self.came(answer)
             if not is_finished:
-                self._begin_answer(0.0)
+                self._begin_answer()
 
     def failed(self, worker_id: str) -> None:
         """Notes that the attempt ended through a worker's own fault; `end` follows."""
@@ -326,10 +419,10 @@ class AttemptWatch:
         self._probes.clear()
         self._prompt = self._answer = None
 
-    def _begin_answer(self, before_s: float) -> None:
+    def _begin_answer(self) -> None:
         self._num_tokens = 0
         probe = self._probes.pop(self._decode_id, 0)
-        self._answer = self._begin(self._decode_id, before_s + self._token_s * TOKENS_PER_STAGE, probe)
+        self._answer = self._begin(self._decode_id, self._token_s * TOKENS_PER_STAGE, probe)
 
     def _begin(self, worker_id: str, expected_s: float, probe: int = 0) -> Stage:
         stage = self._watch.begin(worker_id, expected_s, probe=probe)

@@ -21,6 +21,7 @@ from gateway.observability.request_log import outcome_of
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
 from gateway.requests.failover import TRY_AGAIN, reason_of
 from gateway.requests.fan_out import all_of
+from gateway.requests.fault import check_refusals
 from gateway.requests.lifecycle import Requests
 from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue
@@ -33,6 +34,7 @@ from gateway.topology.events import (
     Heard,
     PrefillStarted,
     SequenceOrder,
+    Unfit,
     VectorOrder,
 )
 from gateway.topology.members import Topology
@@ -165,7 +167,7 @@ class Embedder:
         self._requests.quarantine.check(spec)
         tried: set[str] = set()
         strikes: set[str] = set()
-        number = num_failures = 0
+        number = num_failures = num_refusals = 0
         was_refused = False
         while True:
             number += 1
@@ -181,6 +183,8 @@ class Embedder:
                         failure, incarnation = error.again(), place.session.peer.incarnation
             tried.add(incarnation)
             texts.note_failure(failure, spec, number)
+            num_refusals += isinstance(failure, Unfit)
+            check_refusals(failure, num_refusals, request_id=spec.request_id)
             num_failures += self._suspects.judge(failure, spec, strikes=strikes, incarnation=incarnation)
             if num_failures >= self._policies.max_attempts:
                 raise failure

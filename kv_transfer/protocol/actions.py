@@ -28,6 +28,11 @@ class FailLink:
 
 
 @dataclass(frozen=True, slots=True)
+class RetireLink:
+    """Sender: end the Link, on which no transfer runs. The next transfer makes another one."""
+
+
+@dataclass(frozen=True, slots=True)
 class PostChunk:
     """Sender: put these pages on the channel, in frames from `first_seq` on.
 
@@ -157,6 +162,7 @@ class ReportEnded:
 Action: TypeAlias = (
     Send
     | FailLink
+    | RetireLink
     | PostChunk
     | SkipChunks
     | ReportGranted

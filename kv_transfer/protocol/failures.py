@@ -20,6 +20,10 @@ _CLASSES: dict[str, type[errors.TandemError]] = {
         errors.WorkerUnavailable,
         errors.TransferFailed,
         errors.TransferStalled,
+        errors.PeerUnreachable,
+        errors.LinkRefused,
+        errors.ChannelUnreachable,
+        errors.StaleIncarnation,
         errors.LeaseLost,
         errors.DeadlineExceeded,
         errors.RequestCancelled,
@@ -40,6 +44,16 @@ def abort_of(transfer_id: TransferId | None, error: errors.TandemError) -> Abort
     """Return the message that tells a peer of an error: its class, its text, and when asking again may help."""
     retry_after_s = min(max(0.0, error.retry_after_s or 0.0), _MAX_RETRY_AFTER_S)
     return Abort(transfer_id, code_of(error), error.message, math.ceil(retry_after_s * 1000))
+
+
+def peer_error_from(abort: Abort) -> errors.TandemError:
+    """Returns the error that a peer named, as this side reports it to others.
+
+    WorkerUnavailable becomes TransferFailed, since it would mean that the reporting side itself is unavailable.
+    """
+    error = error_from(abort)
+    is_about_peer = isinstance(error, errors.WorkerUnavailable) and not isinstance(error, errors.StaleIncarnation)
+    return errors.TransferFailed(error.message) if is_about_peer else error
 
 
 def error_from(abort: Abort) -> errors.TandemError:

@@ -98,11 +98,15 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
     gpu_id: str = ""
     nccl: str = ""
+    sends_padding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """The receiver accepts the pair and says how the channel is opened."""
+    """The receiver accepts the pair and describes how to open the channel.
+
+    The sender's proof on the channel is followed by `padding_bytes` of padding, if the hello offered that.
+    """
 
     worker_id: str
     incarnation: str
@@ -113,6 +117,7 @@ class HelloAck:
     channel_token: bytes
     ring_slots: int
     ring_slot_bytes: int
+    padding_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,11 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """Asks the sender to end an idle Link. A sender that has begun a transfer on it ignores the message."""
+
+
+@dataclass(frozen=True, slots=True)
 class Probed:
     """The receiver has taken this number of bytes of a probe's frames."""
 
@@ -204,7 +214,18 @@ class Probed:
 
 
 Message: TypeAlias = (
-    Hello | HelloAck | Reserve | Granted | ChunkHeader | Seal | Committed | Abort | AbortAck | Heartbeat | Probed
+    Hello
+    | HelloAck
+    | Reserve
+    | Granted
+    | ChunkHeader
+    | Seal
+    | Committed
+    | Abort
+    | AbortAck
+    | Heartbeat
+    | Retire
+    | Probed
 )
 
 

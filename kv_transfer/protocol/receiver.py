@@ -25,6 +25,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Reserve,
+    Retire,
     Seal,
     TransferId,
     WireLayout,
@@ -55,6 +56,13 @@ class ReceiverLink:
         self._last_progress = now
         self._num_checksum_mismatches = 0
         self.lost: TandemError | None = None
+        self.is_retiring = False
+        """Whether the sender was asked to end the Link and has begun no transfer since."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer runs."""
+        return not self._transfers
 
     @property
     def transfers(self) -> tuple[ReceiverTransfer, ...]:
@@ -113,12 +121,20 @@ class ReceiverLink:
         transfer = self._transfers.get(transfer_id)
         return [] if transfer is None else self._step(transfer_id, transfer.fail(error))
 
+    def retire(self) -> list[Action]:
+        """Asks the sender to end the Link, if no transfer runs here. Only the sender knows of one that it has begun."""
+        if self._transfers or self.lost is not None:
+            return []
+        self.is_retiring = True
+        return [Send(Retire())]
+
     def link_lost(self, error: TandemError) -> list[Action]:
         """The stream or the channel broke, or the peer fell silent: every transfer fails. Idempotent."""
         if self.lost is not None:
             return []
         self.lost = error
-        self._counters.count(Reason.LINK_LOST)
+        if not self.is_retiring:
+            self._counters.count(Reason.LINK_LOST)
         actions: list[Action] = []
         for transfer_id, transfer in list(self._transfers.items()):
             actions += self._step(transfer_id, transfer.fail(error, tell_peer=False))
@@ -147,6 +163,7 @@ class ReceiverLink:
         return actions
 
     def _on_reserve(self, message: Reserve, now: float) -> list[Action]:
+        self.is_retiring = False
         running = self._transfers.get(message.id)
         if running is not None:
             return self._step(message.id, running.on_reserve(message))

@@ -5,7 +5,7 @@ Does no I/O and reads no clock: events and the time go in, actions come out. Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -17,11 +17,12 @@ from kv_transfer.protocol.actions import (
     ReportFailed,
     ReportGranted,
     ReportReleased,
+    RetireLink,
     Send,
     SkipChunks,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import abort_of, error_from
+from kv_transfer.protocol.failures import abort_of, peer_error_from
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -31,13 +32,14 @@ from kv_transfer.protocol.messages import (
     Heartbeat,
     Message,
     Reserve,
+    Retire,
     Seal,
     TransferId,
     WireLayout,
     seal_digest,
 )
 from kv_transfer.protocol.timing import Liveness, Timeouts
-from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed
 
 
 class SenderState(Enum):
@@ -184,7 +186,7 @@ class SenderTransfer:
         if self.state in _ENDED:
             return [Send(AbortAck(self.id))] if self.is_released else []
         self._owes_ack = True
-        return self._fail(error_from(message))
+        return self._fail(peer_error_from(message))
 
     def on_abort_ack(self) -> list[Action]:
         """The receiver holds nothing now."""
@@ -249,11 +251,8 @@ class SenderTransfer:
             first_token_id=self._seal.first_token_id,
             sampling_position=self._seal.sampling_position,
         )
-        chunks = [
-            (first_page, num_pages, digest)
-            for (first_page, num_pages), digest in zip(self._ranges, self._digests, strict=True)
-            if digest is not None
-        ]
+        each = zip(self._ranges, self._digests, strict=True)
+        chunks = [(*pages, digest) for pages, digest in each if digest is not None]
         return [Send(replace(manifest, digest=seal_digest(manifest, chunks)))]
 
     def _fail(self, error: TandemError) -> list[Action]:
@@ -295,9 +294,9 @@ class SenderLink:
         return tuple(self._transfers.values())
 
     def reserve(self, transfer_id: TransferId, num_tokens: int, *, deadline: float, now: float) -> list[Action]:
-        """Begin a transfer. Raises WorkerUnavailable on a lost Link, TransferFailed if it runs already."""
+        """Begins a transfer. Raises the error that ended the Link, and TransferFailed if the transfer runs already."""
         if self.lost is not None:
-            raise WorkerUnavailable(self.lost.message)
+            raise self.lost.again()
         if transfer_id in self._transfers:
             raise TransferFailed(f"transfer {transfer_id} runs already")
         if num_tokens < 1:
@@ -327,23 +326,20 @@ class SenderLink:
     def abort(self, transfer_id: TransferId, error: TandemError, now: float) -> list[Action]:
         """Give a transfer up. Idempotent; unknown transfers are over already."""
         transfer = self._transfers.get(transfer_id)
-        return [] if transfer is None else self._settle(transfer, transfer.fail(error, now=now))
+        return [] if transfer is None else self._settle(transfer_id, transfer.fail(error, now=now))
 
     def chunk_posted(self, transfer_id: TransferId, chunk_index: int, digest: bytes, now: float) -> list[Action]:
         """Answer to PostChunk."""
-        transfer = self._transfers[transfer_id]
-        return self._settle(transfer, transfer.on_chunk_posted(chunk_index, digest, now))
+        return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_posted(chunk_index, digest, now))
 
     def chunk_skipped(self, transfer_id: TransferId) -> list[Action]:
         """Answer to PostChunk after SkipChunks or FailLink."""
-        transfer = self._transfers[transfer_id]
-        return self._settle(transfer, transfer.on_chunk_skipped())
+        return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_skipped())
 
     def chunk_stale(self, transfer_id: TransferId, now: float) -> list[Action]:
         """Answer to PostChunk: the pages are no longer those that were meant. The transfer fails."""
         self._counters.count(Reason.STALE_GENERATION)
-        transfer = self._transfers[transfer_id]
-        return self._settle(transfer, transfer.on_chunk_stale(now))
+        return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_stale(now))
 
     def on_message(self, message: Message, now: float) -> list[Action]:
         """Something arrived on the Link."""
@@ -357,29 +353,25 @@ class SenderLink:
                 transfer = self._transfers.get(transfer_id)
                 if transfer is None:
                     return [Send(AbortAck(transfer_id))]
-                return self._settle(transfer, transfer.on_abort(message))
+                return self._settle(transfer_id, transfer.on_abort(message))
             case Abort():
-                return [FailLink(error_from(message))]
+                return [FailLink(peer_error_from(message))]
+            case Retire():
+                return [] if self._transfers else [RetireLink()]
             case _:
                 self._counters.count(Reason.PROTOCOL_VIOLATION)
-                return [FailLink(WorkerUnavailable(f"the receiver sent {type(message).__name__} out of turn"))]
+                return [FailLink(TransferFailed(f"the receiver sent {type(message).__name__} out of turn"))]
 
     def link_lost(self, error: TandemError) -> list[Action]:
         """The stream or the channel broke, or the peer fell silent: every transfer fails. Idempotent."""
         if self.lost is not None:
             return []
         self.lost = error
-        actions: list[Action] = []
-        for transfer in list(self._transfers.values()):
-            actions += self._settle(transfer, transfer.on_link_lost(error))
-        return actions
+        return self._settle_all(lambda transfer: transfer.on_link_lost(error))
 
     def channel_ended(self) -> list[Action]:
         """After `link_lost`: the thread that posted frames has ended, and no page is read."""
-        actions: list[Action] = []
-        for transfer in list(self._transfers.values()):
-            actions += self._settle(transfer, transfer.on_channel_ended())
-        return actions
+        return self._settle_all(SenderTransfer.on_channel_ended)
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock; call it several times a second."""
@@ -387,11 +379,9 @@ class SenderLink:
             return []
         if self._liveness.is_silent(now):
             self._counters.count(Reason.PEER_SILENT)
-            return [FailLink(WorkerUnavailable("the receiver fell silent"))]
+            return [FailLink(TransferFailed("the receiver fell silent"))]
         actions: list[Action] = [Send(Heartbeat())] if self._liveness.beat_due(now) else []
-        for transfer in list(self._transfers.values()):
-            actions += self._settle(transfer, transfer.tick(now, self._counters))
-        return actions
+        return actions + self._settle_all(lambda transfer: transfer.tick(now, self._counters))
 
     def _get(self, transfer_id: TransferId) -> SenderTransfer:
         transfer = self._transfers.get(transfer_id)
@@ -406,13 +396,17 @@ class SenderLink:
             return []
         match message:
             case Granted():
-                return self._settle(transfer, transfer.on_granted(message))
+                return self._settle(message.id, transfer.on_granted(message))
             case Committed():
-                return self._settle(transfer, transfer.on_committed())
+                return self._settle(message.id, transfer.on_committed())
             case AbortAck():
-                return self._settle(transfer, transfer.on_abort_ack())
+                return self._settle(message.id, transfer.on_abort_ack())
 
-    def _settle(self, transfer: SenderTransfer, actions: list[Action]) -> list[Action]:
-        if transfer.is_over:
-            self._transfers.pop(transfer.id, None)
+    def _settle_all(self, step: Callable[[SenderTransfer], list[Action]]) -> list[Action]:
+        transfers = list(self._transfers.values())
+        return [action for each in transfers for action in self._settle(each.id, step(each))]
+
+    def _settle(self, transfer_id: TransferId, actions: list[Action]) -> list[Action]:
+        if self._transfers[transfer_id].is_over:
+            del self._transfers[transfer_id]
         return actions

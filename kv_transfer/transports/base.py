@@ -40,6 +40,14 @@ class ChannelTimeout(ChannelBroken, TransferStalled):
     """The other side did not move in time."""
 
 
+class ChannelNotConnected(ChannelBroken):
+    """No connection to the receiver's payload port could be opened."""
+
+
+class LargePacketsLost(ChannelBroken):
+    """Small packets reach the receiver, and full-size packets do not: the path's MTU is smaller than the sender's."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingSpec:
     """Size of the receiving ring: how many slots may be in flight, and the bytes of one."""
@@ -57,12 +65,14 @@ class ChannelKey:
     """The right to open one channel once.
 
     `channel_id` names it, 16 bytes; `token` is proven by HMAC and never sent; `binding` is what else both sides must
-    agree on (incarnations, layout, protocol version), so that a token cannot serve another pair.
+    agree on (incarnations, layout, protocol version), so that a token cannot serve another pair. `padding_bytes` is the
+    size of the padding that follows the sender's proof (0 sends none).
     """
 
     channel_id: bytes
     token: bytes
     binding: bytes
+    padding_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,12 @@
 
     sender   → MAGIC, channel id, nonce
     receiver → nonce, HMAC(token, "receiver" …)
-    sender   → HMAC(token, "sender" …)
+    sender   → HMAC(token, "sender" …), padding
+    receiver → PADDED, if there was padding
     receiver → READY (with a file descriptor, where the transport passes one)
+
+The padding is larger than the packets of any usual network. A path that loses full-size packets is found here, before a
+page depends on it.
 
 All messages have fixed sizes. The receiver's side is an `Acceptor`: one thread that serves any number of strangers
 without waiting for any of them, and forgets those who do not finish in time.
@@ -12,11 +16,14 @@ without waiting for any of them, and forgets those who do not finish in time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import logging
 import secrets
 import selectors
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -28,16 +35,24 @@ from kv_transfer.transports.base import (
     AnyReceiveChannel,
     ChannelBroken,
     ChannelKey,
+    ChannelTimeout,
     Countdown,
+    LargePacketsLost,
     RingSpec,
 )
 
 MAGIC = b"TANDEMk1"
 READY = b"\x01"
+PADDED = b"\x03"
 CHANNEL_ID_BYTES = 16
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 2.0
+PADDING_BYTES = 12 * 1024
+"""More than a jumbo frame of 9,000 bytes, and less than the ten packets that a new TCP connection sends at once."""
+MAX_PADDING_BYTES = 64 * 1024
+PADDING_TIMEOUT_S = 1.5
+"""Time in which the receiver's kernel must have acknowledged the padding: three retransmissions on a usual network."""
 IDLE_S = 1
 """A connection that was silent for this long is asked by the kernel whether it still stands, and again as often."""
 MAX_UNANSWERED = 5
@@ -71,6 +86,34 @@ def prove_to_receiver(sock: socket.socket, key: ChannelKey, countdown: Countdown
     if not hmac.compare_digest(proof, _proof(key, b"receiver", nonce, peer_nonce)):
         raise ChannelBroken("the receiver did not prove that it holds the channel's token")
     sock.sendall(_proof(key, b"sender", nonce, peer_nonce))
+    if key.padding_bytes:
+        _pad(sock, key.padding_bytes, countdown)
+
+
+def _pad(sock: socket.socket, num_bytes: int, countdown: Countdown) -> None:
+    """Sends padding and waits for its acknowledgement. Raises LargePacketsLost if full-size packets do not arrive."""
+    limit_s = min(PADDING_TIMEOUT_S, countdown.remaining_s())
+    sock.settimeout(limit_s)
+    try:
+        sock.sendall(bytes(num_bytes))
+        answer = receive_exactly(sock, len(PADDED), Countdown(limit_s))
+    except (TimeoutError, ChannelTimeout):
+        num_lost = unacknowledged_bytes(sock)
+        if num_lost:
+            raise LargePacketsLost(
+                f"{num_lost} of {num_bytes} bytes of padding were not acknowledged within {limit_s:.3g} s, "
+                "although small packets arrive: full-size packets are lost on the way"
+            ) from None
+        # The path is good, and the receiver's process is busy.
+        answer = receive_exactly(sock, len(PADDED), countdown)
+    if answer != PADDED:
+        raise ChannelBroken("the receiver did not acknowledge the padding")
+
+
+def unacknowledged_bytes(sock: socket.socket) -> int:
+    """Returns how many sent bytes the peer's kernel has not acknowledged."""
+    (num_bytes,) = struct.unpack("@i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(num_bytes)
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int, countdown: Countdown) -> bytes:
@@ -100,6 +143,9 @@ class _Stranger:
     expected: _Expected | None = None
     nonce: bytes = b""
     own_nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    is_proven: bool = False
+    num_padding_bytes: int = 0
+    """Bytes of padding that have not arrived yet."""
 
 
 class Acceptor:
@@ -196,6 +242,9 @@ class Acceptor:
 
     def _advance(self, stranger: _Stranger) -> None:
         try:
+            if stranger.is_proven:
+                self._take_padding(stranger)
+                return
             wanted = _HELLO_BYTES if stranger.expected is None else PROOF_BYTES
             piece = stranger.sock.recv(wanted - len(stranger.received))
             stranger.received += piece
@@ -229,6 +278,21 @@ class Acceptor:
         if not hmac.compare_digest(proof, _proof(expected.key, b"sender", stranger.nonce, stranger.own_nonce)):
             self._drop(stranger)
             return
+        stranger.is_proven = True
+        stranger.num_padding_bytes = expected.key.padding_bytes
+        if not stranger.num_padding_bytes:
+            self._finish_stranger(stranger, expected)
+
+    def _take_padding(self, stranger: _Stranger) -> None:
+        num_bytes = len(stranger.sock.recv(stranger.num_padding_bytes))
+        stranger.num_padding_bytes -= num_bytes
+        if not num_bytes:
+            self._drop(stranger)
+        elif not stranger.num_padding_bytes and stranger.expected is not None:
+            stranger.sock.send(PADDED)
+            self._finish_stranger(stranger, stranger.expected)
+
+    def _finish_stranger(self, stranger: _Stranger, expected: _Expected) -> None:
         self._release_stranger(stranger)
         try:
             channel = self._finish(stranger.sock, expected.ring, expected.key)
@@ -251,9 +315,9 @@ class Acceptor:
         self._release_stranger(stranger)
         stranger.sock.close()
         if stranger.expected is not None:
-            _fail(
-                stranger.expected.channel, ChannelBroken("the sender did not prove that it holds the channel's token")
-            )
+            missing = f"{stranger.num_padding_bytes} bytes of padding did not arrive from the sender"
+            unproven = "the sender did not prove that it holds the channel's token"
+            _fail(stranger.expected.channel, ChannelBroken(missing if stranger.is_proven else unproven))
 
     def _release_stranger(self, stranger: _Stranger) -> None:
         self._selector.unregister(stranger.sock)

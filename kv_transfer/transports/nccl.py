@@ -39,11 +39,11 @@ from kv_transfer.transports.base import (
     RingSpec,
     Transport,
 )
-from kv_transfer.transports.handshake import READY, Acceptor, Finish, keep_alive, prove_to_receiver, receive_exactly
+from kv_transfer.transports.handshake import READY, Acceptor, Finish, prove_to_receiver, receive_exactly
 from kv_transfer.transports.nccl_library import UNIQUE_ID_BYTES
 from kv_transfer.transports.nccl_pair import Limits, Nccl, NcclPair, Operation, Stream
 from kv_transfer.transports.slots import Posted, ReceiverSlots, SenderSlots
-from kv_transfer.transports.tcp import listen, split_address
+from kv_transfer.transports.tcp import connect, listen
 
 OPENED = b"\x02"
 OPEN_TIMEOUT_S = 4.0
@@ -81,13 +81,8 @@ class NcclTransport(Transport):
         """Open a channel to `host:port`; when it returns, the first bytes have gone through."""
         countdown = Countdown(timeout_s)
         pair = NcclPair(self._nccl, self._device.stream(), self._limits)
+        sock = connect(address, countdown)
         try:
-            sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
-        except OSError as error:
-            raise ChannelBroken(f"no connection to {address}: {error}") from error
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(sock)
             prove_to_receiver(sock, key, countdown)
             if receive_exactly(sock, len(READY), countdown) != READY:
                 raise ChannelBroken("the receiver did not get ready")

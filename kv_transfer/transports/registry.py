@@ -33,6 +33,8 @@ UNENCRYPTED = ("nccl", "tcp")
 """What leaves the host as it is; with TLS `tls` takes the place of both."""
 HOST_NETWORK = ("tls", "tcp")
 """What carries pages of the host's memory between hosts: a pool has one of them."""
+NETWORK_NAMES = frozenset({*HOST_NETWORK, "nccl"})
+"""What crosses a network between hosts."""
 CLEARLY_FASTER = 1.25
 """So much faster something must have been measured to be taken before what stands before it: machines are noisy."""
 WORD_BYTES = 8

@@ -21,6 +21,7 @@ from kv_transfer.transports.base import (
     ChannelBroken,
     ChannelEnded,
     ChannelKey,
+    ChannelNotConnected,
     ChannelTimeout,
     Countdown,
     Frame,
@@ -31,6 +32,7 @@ from kv_transfer.transports.base import (
     Transport,
 )
 from kv_transfer.transports.handshake import READY, Acceptor, Finish, keep_alive, prove_to_receiver, receive_exactly
+from services.runtime.dialling import dial
 
 _HEADER = struct.Struct("<QQ16s")  # seq, bytes, digest
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
@@ -38,6 +40,8 @@ _BACKLOG = 64
 # Once the receiver has begun to take a frame in, a sender that stops in the middle is given this long.
 _STALL_S = 5.0
 POLL_S = 0.25
+CONNECT_TIMEOUT_S = 1.5
+"""Time for the connection of a channel. Within it, `dial` sends enough packets that losing some does not matter."""
 _Address: TypeAlias = tuple[str, int]
 
 
@@ -234,11 +238,12 @@ class TcpListener(Listener):
 
 
 def connect(address: str, countdown: Countdown) -> socket.socket:
-    """Connect to `host:port`. Raises ChannelBroken."""
+    """Connects to `host:port`, whichever of the host's addresses answers first. Raises ChannelBroken."""
+    host, port = split_address(address)
     try:
-        sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
+        sock = dial(host, port, timeout_s=min(CONNECT_TIMEOUT_S, countdown.remaining_s()))
     except OSError as error:
-        raise ChannelBroken(f"no connection to {address}: {error}") from error
+        raise ChannelNotConnected(f"no connection to {address}: {error.strerror or error}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
     return sock

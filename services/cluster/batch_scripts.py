@@ -2,7 +2,8 @@
 
 from enum import StrEnum
 
-from services.cluster.files import COMMON, OVERHEAD_BYTES
+from services.cluster.files import AGAIN, COMMON, OVERHEAD_BYTES
+from services.cluster.pending_work import QUEUES, WAITING
 from services.cluster.redis_store import Script
 
 MAX_ACTIVE = 32
@@ -46,7 +47,7 @@ class Reply(StrEnum):
 _COMMON = (
     COMMON
     + """
-local batch_prefix, batches_prefix, active = KEYS[6], KEYS[7], KEYS[8]
+local batch_prefix, batches_prefix, waiting_prefix, running_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 
 local function done_key(id) return batch_prefix .. id .. ':done' end
 
@@ -69,15 +70,8 @@ local function is_one_of(value, first)
   end
   return false
 end
-
--- Whether what is held to regions, with commas between them, may be in the one that a claim names.
-local function may_be_here(regions)
-  for region in string.gmatch(regions or '', '[^,]+') do
-    if is_one_of('region:' .. region, 3) then return true end
-  end
-  return (regions or '') == ''
-end
 """
+    + QUEUES
 )
 
 # ARGV: id, tenant, key, endpoint, input, window in s and in words, metadata, TTL of files in s, ids of the files, TTL
@@ -88,27 +82,28 @@ CREATE = Script(
 local id, tenant = ARGV[1], ARGV[2]
 local key, list = batch_prefix .. id, batches_prefix .. tenant
 if redis.call('EXISTS', key) == 1 then return {{'', redis.call('HGETALL', key)}} end
-local num_active = 0
-for _, other in ipairs(redis.call('ZRANGE', active, 0, -1)) do
-  if redis.call('HGET', batch_prefix .. other, 'tenant') == tenant then num_active = num_active + 1 end
+local running = running_prefix .. tenant
+for _, other in ipairs(redis.call('ZRANGE', running, 0, {MAX_ACTIVE})) do
+  if redis.call('EXISTS', batch_prefix .. other) == 0 then redis.call('ZREM', running, other) end
 end
-if num_active >= {MAX_ACTIVE} then return {{'active', {{}}}} end
+if redis.call('ZCARD', running) >= {MAX_ACTIVE} then return {{'active', {{}}}} end
 local num_bytes = {OVERHEAD_BYTES}
 for index = 1, 11 do num_bytes = num_bytes + #ARGV[index] end
 local lacks = room_lacks(tenant, num_bytes, 2, ARGV[13], ARGV[14], ARGV[15])
 if lacks then return {{lacks, {{}}}} end
 redis.call('HSET', key, 'tenant', tenant, 'key', ARGV[3], 'endpoint', ARGV[4], 'input', ARGV[5], 'window_s', ARGV[6],
            'window', ARGV[7], 'metadata', ARGV[8], 'output_ttl', ARGV[9], 'output', ARGV[10], 'error', ARGV[11],
-           'regions', ARGV[16], 'status', '{Status.VALIDATING}', 'epoch', 0, 'lease', 0, 'at:created', now_s,
+           'regions', ARGV[16], 'status', '{Status.VALIDATING}', 'epoch', 0, 'at:created', now_s,
            'at:expires', now_s + ARGV[6], 'expires', now_s + ARGV[12])
 redis.call('EXPIRE', key, ARGV[12])
 add_held(id, num_bytes - {OVERHEAD_BYTES})
-redis.call('ZADD', active, now_ms, id)
+redis.call('ZADD', running, whole(now_ms), id)
+wait_until(id, tenant, ARGV[16], now_ms)
 redis.call('ZADD', list, 0, id)
-for _, list_key in ipairs({{list, active}}) do redis.call('EXPIRE', list_key, ARGV[12] * 2) end
+for _, list_key in ipairs({{list, running}}) do redis.call('EXPIRE', list_key, ARGV[12] * 2) end
 local num_excess = redis.call('ZCARD', list) - {MAX_BATCHES}
 for _, old in ipairs(redis.call('ZRANGE', list, 0, {MAX_ACTIVE})) do
-  if num_excess > 0 and not redis.call('ZSCORE', active, old) then
+  if num_excess > 0 and not redis.call('ZSCORE', running, old) then
     redis.call('DEL', batch_prefix .. old)
     redis.call('ZREM', list, old)
     forget(old)
@@ -136,40 +131,34 @@ return '{Reply.DONE}'
 """
 )
 
-# ARGV: owner, lease in ms, tenants after `busy:` or `full:`, the own region after `region:`. Answers id and fields of
-# what was taken.
+FIND_WAITING = Script(_COMMON + WAITING)
+
+# ARGV: owner, lease in ms, queue, tenant. Returns id and fields of what was claimed.
 CLAIM = Script(
     _COMMON
     + """
-local chosen
-for _, id in ipairs(redis.call('ZRANGE', active, 0, -1)) do
-  local tenant, lease, regions = unpack(redis.call('HMGET', batch_prefix .. id, 'tenant', 'lease', 'regions'))
-  if not tenant then
-    redis.call('ZREM', active, id)
-  elseif tonumber(lease) <= now_ms and not is_one_of('full:' .. tenant, 3) and may_be_here(regions) then
-    chosen = chosen or id
-    if not is_one_of('busy:' .. tenant, 3) then
-      chosen = id
-      break
-    end
-  end
-end
-if not chosen then return false end
-local key = batch_prefix .. chosen
+local owner, lease_ms, queue, tenant = unpack(ARGV)
+local id = oldest_of(waiting_prefix .. queue, tenant, batch_prefix)
+if not id then return false end
+local key = batch_prefix .. id
 redis.call('HINCRBY', key, 'epoch', 1)
-redis.call('HSET', key, 'owner', ARGV[1], 'lease', whole(now_ms + ARGV[2]))
-return {chosen, redis.call('HGETALL', key)}
+redis.call('HSET', key, 'owner', owner)
+wait_until(id, tenant, redis.call('HGET', key, 'regions'), now_ms + lease_ms)
+return {id, redis.call('HGETALL', key)}
 """
 )
 
-# ARGV: id, claim, lease in ms. Answers a `Reply`, the status, and whether its window is over.
+# ARGV: id, claim, lease in ms, 0 to give the batch up. Returns a `Reply`, the status, and whether its window is over. A
+# batch that was given up waits where it was when it was made.
 RENEW = Script(
     _COMMON
     + f"""
-local key, reply = batch_prefix .. ARGV[1], fence(ARGV[1], ARGV[2])
+local id, claim, lease_ms = unpack(ARGV)
+local key, reply = batch_prefix .. id, fence(id, claim)
 if reply ~= '{Reply.DONE}' then return {{reply, '', 0}} end
-redis.call('HSET', key, 'lease', whole(now_ms + ARGV[3]))
-local status, expires = unpack(redis.call('HMGET', key, 'status', 'at:expires'))
+local status, expires, tenant, regions = unpack(redis.call('HMGET', key, 'status', 'at:expires', 'tenant', 'regions'))
+local made_ms = redis.call('ZSCORE', running_prefix .. tenant, id)
+if made_ms then wait_until(id, tenant, regions, lease_ms == '0' and made_ms or now_ms + lease_ms) end
 return {{reply, status, now_s >= tonumber(expires) and 1 or 0}}
 """
 )
@@ -188,7 +177,8 @@ if not is_one_of(held, 11) then return '{Reply.REFUSED}' end
 if tonumber(total) >= 0 then
   local num_bytes = total * row_bytes + math.floor((total + 7) / 8)
   local tenant = redis.call('HGET', key, 'tenant')
-  if room_lacks(tenant, num_bytes, 0, ARGV[8], ARGV[9], ARGV[10]) then return '{Reply.FULL}' end
+  local lacks = room_lacks(tenant, num_bytes, 0, ARGV[8], ARGV[9], ARGV[10])
+  if lacks then return lacks == '{AGAIN.decode()}' and lacks or '{Reply.FULL}' end
   add_held(id, num_bytes)
   redis.call('HSET', key, 'row_bytes', row_bytes)
 end
@@ -210,8 +200,9 @@ if rows and each then
   add_held(id, -(num_left * each + math.floor((rows + 7) / 8)))
 end
 redis.call('DEL', done_key(id))
-redis.call('ZREM', active, id)
-local tenant, ttl = unpack(redis.call('HMGET', key, 'tenant', 'output_ttl'))
+local tenant, ttl, regions = unpack(redis.call('HMGET', key, 'tenant', 'output_ttl', 'regions'))
+redis.call('ZREM', running_prefix .. tenant, id)
+end_wait(id, tenant, regions)
 for _, kind in ipairs({{'output', 'error'}}) do
   local file, chunks, bytes = unpack(redis.call('HMGET', key, kind, kind .. '_chunks', kind .. '_bytes'))
   if chunks then
@@ -243,7 +234,8 @@ for index = 8, #ARGV, 3 do
     num_bytes, num_rows = num_bytes + #ARGV[index + 2] - row_bytes, num_rows + 1
   end
 end
-if beyond_room == '0' and room_lacks(tenant, num_bytes, 0, ARGV[5], ARGV[6], ARGV[7]) then return '{Reply.FULL}' end
+local lacks = beyond_room == '0' and room_lacks(tenant, num_bytes, 0, ARGV[5], ARGV[6], ARGV[7])
+if lacks then return lacks == '{AGAIN.decode()}' and lacks or '{Reply.FULL}' end
 local life_ms = redis.call('PTTL', key)
 for _, kind in ipairs({{'output', 'error'}}) do
   local file, chunks, tail = unpack(redis.call('HMGET', key, kind, kind .. '_chunks', kind .. '_tail'))

@@ -17,6 +17,7 @@ from services.cluster.batch_scripts import (
     CREATE,
     DONE_ROWS,
     FIND,
+    FIND_WAITING,
     OVER,
     RECORD,
     RENEW,
@@ -30,10 +31,13 @@ from services.cluster.files import (
     FileStore,
     fields_of,
 )
+from services.cluster.pending_work import claim_oldest
 from services.cluster.redis_store import Store
 
 LEASE_S = 6.0
 """Seconds that a dead owner's batch waits before another gateway continues it."""
+MAX_RECORDED = 40
+"""Most results that one script records."""
 BATCH_TTL_S = 31 * 86_400.0
 
 
@@ -153,7 +157,7 @@ class BatchStore:
             *self.files.bounds,
             order.regions,
         )
-        refusal, flat = await self.files.run(CREATE, args)
+        refusal, flat = await self.files.run_counting(CREATE, args)
         if refusal == b"active":
             raise BatchRefused("active")
         if refusal:
@@ -179,16 +183,23 @@ class BatchStore:
     async def claim(
         self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = (), region: str = ""
     ) -> Batch | None:
-        """Takes over a batch without an owner, the oldest first, those of `busy_tenants` last; None: all have one.
+        """Claims the batch that has waited longest, those of `busy_tenants` last. Returns None if none waits.
 
-        Batches of `full_tenants`, and those that are held to other regions than `region`, are not taken.
+        Batches of `full_tenants`, and those that are pinned to other regions than `region`, are not claimed.
         """
-        chosen = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
-        chosen.append(f"region:{region}")
-        answer = await self.files.run(CLAIM, (owner, round(self.lease_s * 1000), *chosen))
-        if not answer:
+        return await claim_oldest(
+            lambda num_skipped: self.files.run(FIND_WAITING, (region, num_skipped)),
+            lambda queue, tenant: self._claim(owner, queue, tenant),
+            region=region,
+            busy_tenants=busy_tenants,
+            full_tenants=full_tenants,
+        )
+
+    async def _claim(self, owner: str, queue: str, tenant: str) -> Batch | None:
+        reply = await self.files.run(CLAIM, (owner, round(self.lease_s * 1000), queue, tenant))
+        if not reply:
             return None
-        batch_id, flat = answer
+        batch_id, flat = reply
         return _batch(batch_id.decode(), fields_of(flat))
 
     async def renew(self, batch: Batch) -> Claim:
@@ -217,7 +228,7 @@ class BatchStore:
         """
         total_said = -1 if total is None else total
         args = (batch.id, batch.claim, status, outcome, total_said, errors, row_bytes, *self.files.bounds)
-        return Reply((await self.files.run(ADVANCE, (*args, *_BEFORE[status]))).decode())
+        return Reply((await self.files.run_counting(ADVANCE, (*args, *_BEFORE[status]))).decode())
 
     async def done_rows(self, batch: Batch) -> bytes:
         """Bit N (the highest of a byte first) says whether row N has a result. Empty before rows are counted."""
@@ -229,11 +240,16 @@ class BatchStore:
 
         `beyond_room`: room is not asked for; this is for lines of at most the `row_bytes` that are kept for each row.
         """
-        rows: list[str | bytes | int] = []
-        for result in results:
-            rows += [result.row, "error" if result.has_failed else "output", result.line]
-        args = (batch.id, batch.claim, int(beyond_room), CHUNK_BYTES, *self.files.bounds, *rows)
-        return Reply((await self.files.run(RECORD, args)).decode())
+        head = (batch.id, batch.claim, int(beyond_room), CHUNK_BYTES, *self.files.bounds)
+        reply = Reply.DONE
+        for start in range(0, max(1, len(results)), MAX_RECORDED):
+            rows: list[str | bytes | int] = []
+            for result in results[start : start + MAX_RECORDED]:
+                rows += [result.row, "error" if result.has_failed else "output", result.line]
+            reply = Reply((await self.files.run_counting(RECORD, (*head, *rows))).decode())
+            if reply is not Reply.DONE:
+                break
+        return reply
 
 
 def has_result(bits: bytes, row: int) -> bool:

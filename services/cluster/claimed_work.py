@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from services.runtime.errors import StoreUnavailable
+from services.runtime.background_tasks import supervise
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 POLL_S = 1.0
 """How often a process looks for work that nobody has."""
@@ -32,15 +33,18 @@ class Left(Exception):
 
 
 async def until_answered(call: Callable[[], Awaitable[T]], *, timeout_s: float | None = None) -> T:
-    """Repeats a command that may be repeated until Redis answers: a time-out does not tell whether it was done.
+    """Repeats a command until Redis replies. The command must be safe to repeat: it may have run before a time-out.
 
-    Raises StoreUnavailable where no answer has come after `timeout_s`; None: it continues until it is cancelled.
+    Raises StoreRefused at once if Redis refuses the command, and StoreUnavailable if it has not replied after
+    `timeout_s`. Without `timeout_s` it continues until it is cancelled.
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     while True:
         try:
             return await call()
+        except StoreRefused:
+            raise
         except StoreUnavailable:
             if timeout_s is not None and loop.time() - began_s >= timeout_s:
                 raise
@@ -63,7 +67,7 @@ class ClaimedRun(abc.ABC):
     async def run(self) -> None:
         """Works until the piece is complete, is another's, or is given back. Raises nothing."""
         self._task = asyncio.current_task()
-        keeping = asyncio.create_task(self._keep(), name=f"claim of {self.name}")
+        keeping = supervise(self._keep, name="claim", subject=self.name)
         try:
             await self._complete()
             logger.info("%s is over", self._kind, extra=self._identity)
@@ -142,7 +146,7 @@ class ClaimedWork(abc.ABC, Generic[R]):
     def start(self) -> None:
         """Begins to look for work, on the running loop."""
         if self._max_runs:
-            self._task = asyncio.create_task(self._follow(), name=f"claims of {self._kind}")
+            self._task = supervise(self._follow, name="claims", subject=self._kind)
 
     async def close(self, *, timeout_s: float = 0.0) -> None:
         """Begins nothing more, waits up to `timeout_s` for what runs, and gives everything back."""
@@ -180,8 +184,6 @@ class ClaimedWork(abc.ABC, Generic[R]):
                     pass
             except StoreUnavailable:
                 pass
-            except Exception:  # root of the task: one piece that cannot be read keeps no other waiting
-                logger.exception("%s cannot be claimed", self._kind)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._has_news.wait()

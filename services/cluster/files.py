@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cluster.redis_store import Script, Store
+from services.runtime.errors import StoreUnavailable
 
 CHUNK_BYTES = 256 * 1024
 UPLOAD_TTL_S = 600.0
@@ -25,6 +26,12 @@ MAX_FILES = 1000
 """Files of one tenant."""
 MAX_PAGE = 1000
 """Entries of one page of a list."""
+MAX_SWEPT = 64
+"""Most expired entries that one script takes out of the count."""
+MAX_ROUNDS = 200
+"""Most repetitions of a script that has more expired entries to take out of the count before it can reply."""
+AGAIN = b"again"
+"""Reply of a script that has made progress and must be repeated."""
 ALL_TENANTS = "*"
 
 
@@ -76,7 +83,7 @@ class FileStore:
     async def put_chunk(self, file_id: str, tenant: str, index: int, data: bytes) -> None:
         """Keeps one chunk of a file that is being sent. Raises FilesFull."""
         args = (file_id, tenant, index, data, _ms(UPLOAD_TTL_S), *self.bounds)
-        whose = await self.run(_PUT, args)
+        whose = await self.run_counting(_PUT, args)
         if whose:
             raise FilesFull(whose.decode())
 
@@ -97,9 +104,12 @@ class FileStore:
         return data
 
     async def read(self, file_id: str, start: int, num_bytes: int) -> bytes:
-        """`num_bytes` from `start` on of a complete file that a client has sent; fewer: the file is gone."""
-        data: bytes = await self.run(_READ, (file_id, start, num_bytes, CHUNK_BYTES))
-        return data
+        """Returns `num_bytes` from `start` on of a complete file that a client has sent, or fewer if it is gone."""
+        pieces = [
+            await self.run(_READ, (file_id, at, min(CHUNK_BYTES, start + num_bytes - at), CHUNK_BYTES))
+            for at in range(start, start + num_bytes, CHUNK_BYTES)
+        ]
+        return b"".join(pieces)
 
     async def page(
         self, tenant: str, *, after: str = "", limit: int = MAX_PAGE, newest_first: bool = True, purpose: str = ""
@@ -127,7 +137,10 @@ class FileStore:
 
     async def swept_bytes(self) -> int:
         """Gives back what has expired, and returns the bytes that all files and batches take now."""
-        return int(await self.run(_SWEEP, ()))
+        is_behind = True
+        while is_behind:
+            num_bytes, is_behind = await self.run(_SWEEP, ())
+        return int(num_bytes)
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -135,22 +148,20 @@ class FileStore:
         return MAX_FILES, self.room.tenant_bytes, self.room.all_bytes
 
     async def run(self, script: Script, args: Sequence[str | bytes | int]) -> Any:
-        """Runs one of the scripts that know files."""
+        """Runs a script of files or batches."""
         keys = self._store.keys
-        return await self._store.run(
-            script,
-            (
-                keys.file_prefix,
-                keys.files_prefix,
-                keys.file_expiry,
-                keys.file_sizes,
-                keys.file_totals,
-                keys.batch_prefix,
-                keys.batches_prefix,
-                keys.active_batches,
-            ),
-            args,
-        )
+        accounts = (keys.file_expiry, keys.file_sizes, keys.file_totals)
+        queues = (keys.waiting_batches_prefix, keys.running_batches_prefix)
+        names = (keys.file_prefix, keys.files_prefix, *accounts, keys.batch_prefix, keys.batches_prefix, *queues)
+        return await self._store.run(script, names, args)
+
+    async def run_counting(self, script: Script, args: Sequence[str | bytes | int]) -> Any:
+        """Runs a script that needs room, and repeats it while expired files are still counted."""
+        for _ in range(MAX_ROUNDS):
+            reply = await self.run(script, args)
+            if AGAIN not in (reply, *(reply[:1] if isinstance(reply, list) else ())):
+                return reply
+        raise StoreUnavailable("too many expired files are still counted in Redis")
 
     async def read_page(
         self, index_key: str, entry_prefix: str, *, after: str, limit: int, newest_first: bool, purpose: str = ""
@@ -192,8 +203,9 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-# What all scripts know of files. `count` adds to a file's size, which may be its first; `forget` takes the file out of
-# the count and the list; `room_lacks` says what is in the way of a number of further bytes, or nothing.
+# Shared by all scripts of files. `count` adds to a file's size, which may be its first. `forget` takes the file out of
+# the count and the list. `sweep` forgets what has expired and returns whether more is left. `room_lacks` returns which
+# quota a number of further bytes would exceed, AGAIN while expired files are still counted, or nil.
 COMMON = f"""
 local file_prefix, files_prefix, expiry, sizes, totals = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local clock = redis.call('TIME')
@@ -218,28 +230,37 @@ local function count(id, tenant, num_bytes, expires_ms)
   for _, key in ipairs({{expiry, sizes, totals}}) do redis.call('PEXPIRE', key, {_ms(2 * FILE_TTL_S)}) end
 end
 
+-- Set by scripts that also count what is in the lists.
+local on_unlisted
+
 local function forget(id)
   local num_bytes, tenant = string.match(redis.call('HGET', sizes, id) or '', '^(%d+) (.*)$')
   redis.call('ZREM', expiry, id)
   if not num_bytes then return end
   redis.call('HDEL', sizes, id)
-  redis.call('ZREM', files_prefix .. tenant, id)
+  if redis.call('ZREM', files_prefix .. tenant, id) == 1 and on_unlisted then on_unlisted(tenant, num_bytes) end
   add_total(tenant, -num_bytes)
   add_total('{ALL_TENANTS}', -num_bytes)
 end
 
-local function sweep(most)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', now_ms, 'LIMIT', 0, most)) do forget(id) end
+local function sweep()
+  local expired = redis.call('ZRANGEBYSCORE', expiry, '-inf', now_ms, 'LIMIT', 0, {MAX_SWEPT})
+  for _, id in ipairs(expired) do forget(id) end
+  return #expired == {MAX_SWEPT}
 end
 
-local function room_lacks(tenant, num_bytes, num_files, max_files, max_tenant_bytes, max_all_bytes)
-  sweep(1000)
+local function full_quota(tenant, num_bytes, num_files, max_files, max_tenant_bytes, max_all_bytes)
   local function lacks(whose, most)
     return tonumber(redis.call('HGET', totals, whose) or 0) + num_bytes + num_files * {OVERHEAD_BYTES} > tonumber(most)
   end
   if redis.call('ZCARD', files_prefix .. tenant) + num_files > tonumber(max_files) then return 'files' end
   if lacks(tenant, max_tenant_bytes) then return 'tenant' end
   if lacks('{ALL_TENANTS}', max_all_bytes) then return 'all' end
+end
+
+local function room_lacks(...)
+  local is_behind, lacks = sweep(), full_quota(...)
+  return lacks and is_behind and '{AGAIN.decode()}' or lacks
 end
 
 local function publish(id, tenant, filename, purpose, num_chunks, num_bytes, created_s, expires_s)
@@ -296,7 +317,11 @@ end
 return table.concat(parts)
 """
 )
-_SWEEP = Script(COMMON + f"sweep(10000) return tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0)")
+SWEEP = f"""
+local is_behind = sweep()
+return {{tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0), is_behind and 1 or 0}}
+"""
+_SWEEP = Script(COMMON + SWEEP)
 _TOTAL = Script(COMMON + "return tonumber(redis.call('HGET', totals, ARGV[1]) or 0)")
 
 # ARGV: id, tenant. Answers 1 if the file existed.
@@ -313,7 +338,7 @@ if not is_there then
   num_chunks = 0
   while redis.call('EXISTS', chunk_key(id, num_chunks)) == 1 do num_chunks = num_chunks + 1 end
 end
-for index = 0, num_chunks - 1 do redis.call('DEL', chunk_key(id, index)) end
+for index = 0, num_chunks - 1 do redis.call('UNLINK', chunk_key(id, index)) end
 redis.call('DEL', file_prefix .. id)
 forget(id)
 return is_there and 1 or 0

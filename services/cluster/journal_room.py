@@ -14,8 +14,14 @@ MIN_KEPT_S = 60.0
 OVERHEAD_BYTES = 1536
 CHOICE_OVERHEAD_BYTES = 256
 """Bytes that are counted for each journal, and for each of its answers: keys, accounts and ends of answers."""
-MAX_DROPPED = 64
-"""Most journals that one claim drops to make room."""
+MAX_DROPPED = 16
+"""Most journals that one script drops to make room."""
+MAX_SWEPT = 64
+"""Most expired journals that one script takes out of the count."""
+MAX_ROUNDS = 200
+"""Most repetitions of a script that could make more room."""
+AGAIN = "again"
+"""Reply of a script that has made some room and must be repeated."""
 ALL_TENANTS = "*"
 
 
@@ -38,8 +44,9 @@ def room_keys(store: Store) -> tuple[str, str, str, str, str]:
     return keys.journal_prefix, keys.journal_expiry, keys.journal_sizes, keys.journal_totals, keys.journals_prefix
 
 
-# `count` notes what a journal takes now, `forget` ends that; `drop` also takes it out of Redis. `room_lacks` makes room
-# for a number of bytes in place of `own`, or says whose share is full and after how many ms it may have room.
+# `count` records the size of a journal, and `forget` removes the record. `drop` also deletes the journal. `room_lacks`
+# makes room for a number of bytes in place of `own`, or returns whose quota is full and after how many ms it may have
+# room. It returns AGAIN if the next call can make more room.
 COMMON = f"""
 local prefix, expiry, sizes, totals, of_tenant = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local clock = redis.call('TIME')
@@ -119,43 +126,56 @@ local function drop(name)
   forget(name)
 end
 
-local function sweep(most)
-  for _, name in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', whole(now_ms), 'LIMIT', 0, most)) do
+local function sweep()
+  local expired = redis.call('ZRANGEBYSCORE', expiry, '-inf', whole(now_ms), 'LIMIT', 0, {MAX_SWEPT})
+  for _, name in ipairs(expired) do
     -- Its own keys expire with it, unless a gateway that counts nothing has renewed them.
     local left_ms = redis.call('PTTL', prefix .. name)
     if left_ms > 0 then redis.call('ZADD', expiry, whole(now_ms + left_ms), name) else forget(name) end
   end
+  return #expired == {MAX_SWEPT}
 end
 
 local function room_lacks(own, tenant, num_bytes, max_tenant_bytes, max_all_bytes, ttl)
   check_accounts(tenant)
-  sweep(1000)
+  local is_behind = sweep()
   local held = counted(own)
   local function lacks(whose, most)
     return (tonumber(redis.call('HGET', totals, whose) or 0) or 0) - held + num_bytes > tonumber(most)
   end
   local function free(whose, most, list, offset)
     if not lacks(whose, most) then return nil end
+    if is_behind then return 0, true end
     local until_ms = whole(now_ms + offset - {round(MIN_KEPT_S * 1000)})
-    for _, name in ipairs(redis.call('ZRANGEBYSCORE', list, '-inf', until_ms, 'LIMIT', 0, {MAX_DROPPED})) do
+    local oldest = redis.call('ZRANGEBYSCORE', list, '-inf', until_ms, 'LIMIT', 0, {MAX_DROPPED})
+    for _, name in ipairs(oldest) do
       if name ~= own then drop(name) end
       if not lacks(whose, most) then return nil end
     end
-    local oldest = redis.call('ZRANGE', list, 0, 0, 'WITHSCORES')[2]
-    return oldest and math.max(0, oldest - until_ms) or 0
+    if #oldest == {MAX_DROPPED} then return 0, true end
+    local next_ms = redis.call('ZRANGE', list, 0, 0, 'WITHSCORES')[2]
+    return next_ms and math.max(0, next_ms - until_ms) or 0
   end
-  local wait_ms = free(tenant, max_tenant_bytes, of_tenant .. tenant, 0)
-  if wait_ms then return 'tenant', wait_ms end
-  wait_ms = free('{ALL_TENANTS}', max_all_bytes, expiry, tonumber(ttl))
-  if wait_ms then return 'all', wait_ms end
+  local wait_ms, has_more = free(tenant, max_tenant_bytes, of_tenant .. tenant, 0)
+  if wait_ms then return has_more and '{AGAIN}' or 'tenant', wait_ms end
+  wait_ms, has_more = free('{ALL_TENANTS}', max_all_bytes, expiry, tonumber(ttl))
+  if wait_ms then return has_more and '{AGAIN}' or 'all', wait_ms end
 end
 """
 
 _SWEEP = Script(
-    COMMON + f"check_accounts('') sweep(10000) return tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0)"
+    COMMON
+    + f"""
+check_accounts('')
+local is_behind = sweep()
+return {{tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0), is_behind and 1 or 0}}
+"""
 )
 
 
 async def swept_bytes(store: Store) -> int:
-    """Gives back what has expired, and returns the bytes that all journals take now. Raises StoreUnavailable."""
-    return int(await store.run(_SWEEP, room_keys(store), ()))
+    """Takes what has expired out of the count. Returns the bytes that all journals take. Raises StoreUnavailable."""
+    is_behind = True
+    while is_behind:
+        num_bytes, is_behind = await store.run(_SWEEP, room_keys(store), ())
+    return int(num_bytes)

@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
-from services.cluster.journal_room import JournalRoom, cost_bytes, room_keys
+from services.cluster.journal_room import AGAIN, MAX_ROUNDS, JournalRoom, cost_bytes, room_keys
 from services.cluster.journal_scripts import CLAIM, MAX_CHOICES, MAX_JOURNAL_BYTES, TOKEN_BYTES, WRITE, Written
 from services.cluster.redis_store import Store
-from services.runtime.errors import StoreUnavailable
+from services.runtime.background_tasks import supervise
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 VERSION = 1
 TTL_S = 600.0
@@ -30,7 +31,9 @@ TTL_S = 600.0
 FLUSH_INTERVAL_S = 0.05
 RETRY_INTERVAL_S = 0.2
 MAX_BATCH_JOURNALS = 64
-MAX_BATCH_BYTES = 2**20
+MAX_BATCH_BYTES = 2**18
+MAX_BATCH_CHOICES = 64
+"""A script takes at most this many answers, apart from those of the last journal."""
 MAX_PENDING = 4096
 """Most journals that wait to be written. One that finds no place is written after its next tokens."""
 
@@ -215,8 +218,11 @@ class JournalStore:
         )
         # A client that looks for a journal has a part of its answer, and nowhere else to go.
         run = self._store.run_patiently if mode is Mode.FIND else self._store.run
-        answer: list[Any] = await run(CLAIM, room_keys(self._store), args)
-        return answer
+        for _ in range(MAX_ROUNDS):
+            reply: list[Any] = await run(CLAIM, room_keys(self._store), args)
+            if reply[0] != AGAIN.encode():
+                return reply
+        return [Outcome.ALL_FULL.encode(), 0]
 
 
 class JournalWriter:
@@ -246,7 +252,7 @@ class JournalWriter:
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="journal-writer")
+        self._task = supervise(self._write_behind, name="journal-writer")
 
     def post(self, record: Record) -> None:
         """Notes that the record has something new, or should not expire."""
@@ -278,6 +284,8 @@ class JournalWriter:
                         await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _write_behind(self) -> None:
+        if self._pending:  # An unexpected error ended this loop before.
+            self._has_work.set()
         while True:
             await self._has_work.wait()
             await asyncio.sleep(self._flush_interval_s)
@@ -291,8 +299,13 @@ class JournalWriter:
     async def _write_batch(self) -> None:
         taken: list[Record] = []
         rows: list[list[Any]] = []
-        num_bytes = 0
-        while self._pending and len(taken) < MAX_BATCH_JOURNALS and num_bytes < MAX_BATCH_BYTES:
+        num_bytes = num_choices = 0
+        while (
+            self._pending
+            and len(taken) < MAX_BATCH_JOURNALS
+            and num_bytes < MAX_BATCH_BYTES
+            and num_choices < MAX_BATCH_CHOICES
+        ):
             life = next(iter(self._pending))
             record = self._pending.pop(life)
             if record.num_bytes > MAX_JOURNAL_BYTES:
@@ -307,15 +320,26 @@ class JournalWriter:
             taken.append(record)
             rows.append(row)
             num_bytes += row_bytes
+            num_choices += len(record.ends)
         if not taken:
             return
         try:
-            statuses = await self._store.write(rows)
+            statuses = await self._write_rows(taken, rows)
         except BaseException:
             self._pending = {record.life: record for record in taken} | self._pending
             raise
         for record, row, status in zip(taken, rows, statuses, strict=True):
             self._note(record, row, status)
+
+    async def _write_rows(self, records: Sequence[Record], rows: Sequence[list[Any]]) -> list[Written]:
+        """Writes rows together, or each by itself if Redis refuses them. A record that it refuses is given up."""
+        try:
+            return await self._store.write(rows)
+        except StoreRefused as error:
+            if len(rows) == 1:
+                logger.error("journal refused", extra={"request_id": records[0].request_id, "reason": str(error)})
+                return [Written.SUPERSEDED]
+        return [(await self._write_rows([record], [row]))[0] for record, row in zip(records, rows, strict=True)]
 
     def _note(self, record: Record, row: Sequence[Any], status: Written) -> None:
         if status is Written.DONE:

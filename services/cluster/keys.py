@@ -125,7 +125,7 @@ class Keys:
 
     @property
     def gateways(self) -> str:
-        """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
+        """Sorted set of the incarnations of all running gateways; the score is when one counts as lost.
 
         The score is in unix ms by the clock of Redis, 10 s after its last sign of life.
         """
@@ -258,7 +258,6 @@ class Keys:
         """Start of the keys of batches, which expire 31 days after their creation.
 
         BATCH        hash, see `services.cluster.batches.Batch`; and what only scripts read:
-          lease          until when its owner has it, in unix ms by the clock of Redis
           output_bytes, output_chunks, output_tail
                          size of the file of answers so far, its chunks, and the size of the last of these
           error_bytes, error_chunks, error_tail
@@ -273,9 +272,21 @@ class Keys:
         return self.prefix + "batches:"
 
     @property
-    def active_batches(self) -> str:
-        """Sorted set of the ids of batches that are not over; the score is when each was made, in unix ms."""
-        return self.prefix + "batches.active"
+    def running_batches_prefix(self) -> str:
+        """Start of the keys of lists of tenants' batches that are not over; the tenant's name follows.
+
+        Sorted sets of ids; the score is when each was made, in unix ms.
+        """
+        return self.prefix + "batches.running:"
+
+    @property
+    def waiting_batches_prefix(self) -> str:
+        """Start of the keys of queues of batches that a gateway may claim, see `services.cluster.pending_work`.
+
+        REGION         sorted set of tenants; the score is when the tenant's oldest batch may be claimed, in unix ms
+        REGION/TENANT  sorted set of ids; the score is when a gateway may claim each, in unix ms
+        """
+        return self.prefix + "batches.waiting:"
 
     @property
     def answer_prefix(self) -> str:
@@ -284,10 +295,11 @@ class Keys:
         NAME         hash, see `services.cluster.answers`: tenant, id, document and input (JSON), state (queued,
                      in_progress, over), created (unix time in s), changed (unix time in us of the last change), digest
                      (empty: it was never in the background); and of one in the background: key, body, headers, owner,
-                     epoch, tries, has_events, num_earlier
+                     epoch, tries, has_events, num_earlier, regions; and blobs: the tokens of its pieces
         NAME:events  list of the events of its stream
+        TOKEN        list of the pieces of a long document, input, body or event, see `services.cluster.answer_records`
 
-        Both expire together: --stored-answer-s after the answer is complete, and an hour later where it never is.
+        All of them expire together: --stored-answer-s after the answer is complete, and an hour later if it never is.
         """
         return self.prefix + "answer:"
 
@@ -320,9 +332,11 @@ class Keys:
         return self.prefix + "answers.totals"
 
     @property
-    def active_answers(self) -> str:
-        """Sorted set of the names of answers in the background that are not over.
+    def evictable_answers(self) -> str:
+        """Sorted set of tenants; the score is the bytes of their complete answers, which may be evicted."""
+        return self.prefix + "answers.evictable"
 
-        The score is when a gateway may claim each, in unix ms.
-        """
-        return self.prefix + "answers.active"
+    @property
+    def waiting_answers_prefix(self) -> str:
+        """Start of the keys of queues of answers in the background that a gateway may claim, as those of batches."""
+        return self.prefix + "answers.waiting:"

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 
 from services.cluster.redis_store import Script, Store
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -87,7 +88,7 @@ class Leadership:
 
     def start(self) -> None:
         """Begins to renew the lease, on the running loop."""
-        self._task = asyncio.create_task(self._renew_always(), name="leadership")
+        self._task = supervise(self._renew_always, name="leadership")
 
     async def close(self) -> None:
         """Stops renewing and gives the lease to others, if it is held here."""

@@ -16,7 +16,8 @@ from enum import StrEnum
 import msgspec
 
 from services.cluster.redis_store import Script, Store
-from services.runtime.errors import StoreUnavailable
+from services.runtime.background_tasks import supervise
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 ACTIVE_TTL_S = 3600.0
 TERMINAL_TTL_S = 60.0
@@ -45,6 +46,20 @@ class State(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+class ShownState(StrEnum):
+    """A State for a person to read, or INTERRUPTED: the gateway of the request died. No gateway writes that one."""
+
+    QUEUED = State.QUEUED
+    ADMITTED = State.ADMITTED
+    PREFILLING = State.PREFILLING
+    TRANSFERRING = State.TRANSFERRING
+    DECODING = State.DECODING
+    FINISHED = State.FINISHED
+    FAILED = State.FAILED
+    CANCELLED = State.CANCELLED
+    INTERRUPTED = "interrupted"
 
 
 TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
@@ -90,6 +105,13 @@ class Placement(msgspec.Struct, frozen=True):
     """Worker id; empty: not chosen yet."""
     began_unix_ns: int = 0
     """When the request began: the same in all its placements, other than that of an earlier request of its id."""
+    has_lost_owner: bool = False
+    """Whether Redis no longer lists its gateway as present. Only what was read from Redis can say so."""
+
+    @property
+    def shown_state(self) -> ShownState:
+        """The state for a person to read."""
+        return ShownState.INTERRUPTED if self.has_lost_owner and self.state in ACTIVE else ShownState(self.state)
 
 
 def accepts(current: Placement | None, update: Placement) -> bool:
@@ -140,7 +162,8 @@ class PlacementStore:
 
         Asks patiently, because it is a person that waits for the answer.
         """
-        answer = await self._store.run_patiently(_GET, (self._store.keys.request(request_id),), (MAX_TEXT_BYTES,))
+        keys = (self._store.keys.request(request_id), self._store.keys.gateways)
+        answer = await self._store.run_patiently(_GET, keys, (MAX_TEXT_BYTES,))
         if not answer:
             return None
         placement = _parse(request_id, answer)
@@ -189,7 +212,7 @@ class PlacementWriter:
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="placement-writer")
+        self._task = supervise(self._write_behind, name="placement-writer")
 
     def post(self, placement: Placement) -> None:
         """Notes the latest placement of a request, to be written soon."""
@@ -252,7 +275,12 @@ class PlacementWriter:
 
     async def _write_batch(self) -> None:
         taken = list(itertools.islice(self._pending.values(), MAX_BATCH))
-        fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
+        fenced: list[int] = []
+        try:
+            fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
+        except StoreRefused as error:
+            self.num_dropped += len(taken)
+            logger.error("placements refused", extra={"num_placements": len(taken), "reason": str(error)})
         for placement in taken:
             if self._pending[placement.request_id] is placement:  # or something later has been posted since
                 del self._pending[placement.request_id]
@@ -280,10 +308,11 @@ class PlacementWriter:
 
 def _parse(request_id: str, fields: Sequence[bytes]) -> Placement | None:
     try:
-        began, attempt, gateway, state, prefill, decode = (field.decode() for field in fields)
+        began, attempt, gateway, state, prefill, decode, presence = (field.decode() for field in fields)
         if not (attempt.isascii() and attempt.isdigit() and 1 <= int(attempt) <= MAX_ATTEMPT and len(began) == 20):
             return None
-        return Placement(request_id, int(attempt), State(state), gateway, prefill, decode, int(began))
+        lost = presence == "lost"
+        return Placement(request_id, int(attempt), State(state), gateway, prefill, decode, int(began), lost)
     except ValueError:
         return None
 
@@ -347,17 +376,23 @@ end
 return fenced
 """)
 
-# KEYS: one placement. ARGV: most bytes of a field. Answers its fields; nothing if the key does not exist; empty texts,
-# which no reader takes for a placement, if it is another kind of value or too large.
+# KEYS: one placement, the set of gateways. ARGV: most bytes of a field. Returns its fields, and `lost` if the set does
+# not have its gateway. Returns nothing if the key does not exist, and empty texts, which no reader takes for a
+# placement, if it is another kind of value or too large.
 _GET = Script("""
 local kind = redis.call('TYPE', KEYS[1]).ok
-local unreadable = {'', '', '', '', '', ''}
+local unreadable = {'', '', '', '', '', '', ''}
 if kind == 'none' then return {} end
 if kind ~= 'hash' then return unreadable end
 local answer = {}
 for index, name in ipairs({'began', 'attempt', 'gateway', 'state', 'prefill', 'decode'}) do
   if redis.call('HSTRLEN', KEYS[1], name) > tonumber(ARGV[1]) then return unreadable end
   answer[index] = redis.call('HGET', KEYS[1], name) or ''
+end
+answer[7] = ''
+if redis.call('TYPE', KEYS[2]).ok == 'zset' then
+  local now, ends_ms = redis.call('TIME'), redis.call('ZSCORE', KEYS[2], answer[3])
+  if not ends_ms or tonumber(ends_ms) < now[1] * 1000 + math.floor(now[2] / 1000) then answer[7] = 'lost' end
 end
 return answer
 """)

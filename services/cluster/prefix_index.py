@@ -41,8 +41,8 @@ MAX_BATCH_KEYS = 2048
 """Most keys in one change."""
 MAX_CHANGES = 64
 """Changes that Redis keeps; a gateway that is further behind reads everything."""
-FILL_KEYS = 4096
-"""Keys in one round trip of a full publication, or of reading one: about 2 ms of Redis' time."""
+FILL_KEYS = 1024
+"""Keys in one round trip of a full publication, or of reading one: about 1 ms of Redis' time."""
 MAX_PAGES = 2**20
 """Most keys of one worker; more are not published, and not read."""
 MAX_ANSWER_BYTES = 2**20

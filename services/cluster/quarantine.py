@@ -12,12 +12,15 @@ import re
 from collections.abc import Mapping
 
 from services.cluster.redis_store import Script, Store
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
 QUARANTINE_S = 600.0
 MAX_FINGERPRINTS = 1024
 """Fingerprints that are kept; beyond it, the one that ends first is evicted."""
+MAX_SENT = 256
+"""Most fingerprints that one script takes."""
 REFRESH_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class Quarantine:
 
     def start(self) -> None:
         """Begins to exchange fingerprints with the other gateways, on the running loop."""
-        self._task = asyncio.create_task(self._exchange_always(), name="quarantine")
+        self._task = supervise(self._exchange_always, name="quarantine")
 
     async def close(self) -> None:
         """Stops the exchange."""
@@ -74,11 +77,14 @@ class Quarantine:
     async def exchange(self) -> None:
         """Exchanges fingerprints with Redis once. Raises StoreUnavailable."""
         now_s = self._clock.monotonic()
-        args: list[str | int] = [MAX_FINGERPRINTS, round(self._quarantine_s * 1000)]
-        for fingerprint, ends_at_s in self._ends_at_s.items():
-            if ends_at_s > now_s:
-                args += [fingerprint, round((ends_at_s - now_s) * 1000)]
-        answer = await self._store.run(_EXCHANGE, (self._store.keys.quarantine,), args)
+        known = [
+            (key, round((ends_at_s - now_s) * 1000)) for key, ends_at_s in self._ends_at_s.items() if ends_at_s > now_s
+        ]
+        for start in range(0, max(1, len(known)), MAX_SENT):
+            args: list[str | int] = [MAX_FINGERPRINTS, round(self._quarantine_s * 1000)]
+            for fingerprint, left_ms in known[start : start + MAX_SENT]:
+                args += [fingerprint, left_ms]
+            answer = await self._store.run(_EXCHANGE, (self._store.keys.quarantine,), args)
         self._take(answer)
 
     def _take(self, answer: list[bytes | int]) -> None:

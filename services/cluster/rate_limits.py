@@ -14,14 +14,15 @@ when that is back. A Redis that forgets gives every tenant a full bucket.
 import asyncio
 import contextlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from services.cluster.rate_limit_scripts import (
     CONCURRENCY,
     CONCURRENCY_RETRY_S,
-    MAX_DEBT,
     PERIOD_S,
     REQUESTS,
     SETTLE,
@@ -30,6 +31,16 @@ from services.cluster.rate_limit_scripts import (
     TOKENS,
 )
 from services.cluster.redis_store import Store
+from services.cluster.tenant_usage import (
+    MAX_RELEASES,
+    MAX_SETTLE_STEPS,
+    Bucket,
+    LocalBuckets,
+    TenantLimits,
+    TenantUsage,
+    UsageReport,
+)
+from services.runtime.background_tasks import supervise
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 
@@ -39,24 +50,10 @@ RETRY_INTERVAL_S = 0.5
 """How often a Redis that is away is tried again."""
 FLUSH_DELAY_S = 0.005
 """What ends within this time is written together."""
-MAX_RELEASES = 4096
-"""Releases that one tenant may have waiting while Redis is away; further holds expire by themselves."""
+TENANT_STEPS = 10
+"""Steps that each tenant adds to a script. See `MAX_SETTLE_STEPS`."""
 
 _UNLIMITED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What one tenant may use. None: as much as it likes; 0: nothing."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrency: int | None = None
-
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether nothing has to be counted."""
-        return self.requests_per_minute is None and self.tokens_per_minute is None and self.concurrency is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,134 +81,6 @@ class Verdict:
     is_local: bool = False
 
 
-class Bucket:
-    """A token bucket in this process, as the module describes it. A pure state machine over the time passed in."""
-
-    def __init__(self, limit: float, *, level: float | None = None, now_s: float) -> None:
-        self.limit = limit
-        self.level = limit if level is None else min(limit, level)
-        self._at_s = now_s
-
-    def refill(self, now_s: float) -> float:
-        """The level now."""
-        passed_s = max(0.0, now_s - self._at_s)
-        self.level = min(self.limit, self.level + passed_s * self.limit / PERIOD_S)
-        self._at_s = max(self._at_s, now_s)
-        return self.level
-
-    def wait_s(self, cost: float, now_s: float) -> float:
-        """Seconds until `cost` can be taken; 0: now. A minute for a cost that never can be taken."""
-        missing = cost - self.refill(now_s)
-        if self.limit <= 0:
-            return PERIOD_S
-        if missing <= SLACK:
-            return 0.0
-        return PERIOD_S if cost > self.limit else missing * PERIOD_S / self.limit
-
-    def take(self, cost: float, now_s: float) -> None:
-        """Takes `cost`, whether the bucket holds that much or not; a negative `cost` is given back."""
-        self.level = max(-MAX_DEBT * self.limit, min(self.limit, self.refill(now_s) - cost))
-
-
-@dataclass(slots=True)
-class _Alone:
-    """One tenant's buckets while Redis is away, and the same ones as if nothing had been taken since."""
-
-    buckets: dict[str, Bucket] = field(default_factory=dict)
-    untouched: dict[str, Bucket] = field(default_factory=dict)
-
-    def taken(self, now_s: float) -> dict[str, float]:
-        """Limit → what Redis would have less if it had answered all the while."""
-        return {
-            limit: self.untouched[limit].refill(now_s) - bucket.refill(now_s) for limit, bucket in self.buckets.items()
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What Redis is told of one tenant at once. `costs`: limit → what was taken."""
-
-    costs: dict[str, float]
-    alone_costs: dict[str, float]
-    """The part of `costs` that was taken while Redis was away."""
-    releases: set[str]
-    renewals: set[str]
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """What this gateway remembers of one tenant."""
-
-    limits: TenantLimits
-    holds: dict[str, int] = field(default_factory=dict)
-    """Names of what runs here, and how many have each."""
-    releases: set[str] = field(default_factory=set)
-    """Names that have ended and that Redis may still have."""
-    has_unknown_holds: bool = False
-    """Whether Redis was not asked about some of `holds`."""
-    owed: dict[str, float] = field(default_factory=dict)
-    """Limit → what Redis must still be told was taken; negative: given back."""
-    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Limit → (level, when) as Redis said last."""
-    alone: _Alone | None = None
-    num_asking: int = 0
-    """Requests that wait for Redis' answer."""
-
-    def is_idle(self, now_s: float) -> bool:
-        """Whether nothing has to be remembered: nothing runs, and the buckets are full again, or deep in debt."""
-        if any(now_s - at_s < PERIOD_S for _, at_s in self.seen.values()):
-            return False
-        return not (self.num_asking or self.holds or self.releases or self.owed or self.alone)
-
-    def add_hold(self, name: str) -> None:
-        """Notes that one more request of this name runs here."""
-        self.holds[name] = self.holds.get(name, 0) + 1
-        self.releases.discard(name)
-
-    def end_hold(self, name: str) -> None:
-        """Notes that one has ended; the last one of a name gives it back. Does nothing for an unknown name."""
-        num_left = self.holds.get(name, 0) - 1
-        if num_left > 0:
-            self.holds[name] = num_left
-        elif self.holds.pop(name, None) is not None and len(self.releases) < MAX_RELEASES:
-            self.releases.add(name)
-
-    def pack(self, now_s: float, *, renews: bool, leaves: bool) -> _Parcel | None:
-        """What Redis should be told now; None: nothing. It counts as told until it is unpacked."""
-        costs = dict(self.owed)
-        alone_costs = {} if self.alone is None else self.alone.taken(now_s)
-        for limit, cost in alone_costs.items():
-            costs[limit] = costs.get(limit, 0.0) + cost
-        releases = self.releases | set(self.holds) if leaves else set(self.releases)
-        shows_holds = not leaves and (renews or self.has_unknown_holds or self.alone is not None)
-        renewals = set(self.holds) if shows_holds else set()
-        if not (costs or releases or renewals or self.alone):
-            return None
-        self.owed, self.releases, self.has_unknown_holds = {}, set(), False
-        return _Parcel(costs, alone_costs, releases, renewals)
-
-    def unpack(self, parcel: _Parcel) -> None:
-        """Takes the parcel back, since Redis was not told."""
-        self.releases |= parcel.releases - set(self.holds)
-        while len(self.releases) > MAX_RELEASES:
-            self.releases.pop()
-        self.has_unknown_holds |= bool(parcel.renewals)
-        for limit, cost in parcel.costs.items():
-            own_cost = cost - parcel.alone_costs.get(limit, 0.0)
-            if own_cost:
-                self.owed[limit] = self.owed.get(limit, 0.0) + own_cost
-
-    def end_alone(self, parcel: _Parcel, now_s: float) -> None:
-        """Ends the time without Redis, which was told what was taken in it. What was taken since the parcel is owed."""
-        alone, self.alone = self.alone, None
-        if alone is not None:
-            self.seen = {}
-            for limit, cost in alone.taken(now_s).items():
-                later_cost = cost - parcel.alone_costs.get(limit, 0.0)
-                if later_cost > SLACK:
-                    self.owed[limit] = self.owed.get(limit, 0.0) + later_cost
-
-
 class Limiter:
     """Applies the tenants' limits for one gateway, on one event loop. `gateway` is its incarnation."""
 
@@ -221,7 +90,7 @@ class Limiter:
         self._store = store
         self._gateway = gateway
         self._clock = clock
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, TenantUsage] = {}
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -232,7 +101,7 @@ class Limiter:
 
     def start(self) -> None:
         """Begins to renew and to settle, on the running loop."""
-        self._task = asyncio.create_task(self._write_behind(), name="limits")
+        self._task = supervise(self._write_behind, name="limits")
 
     async def close(self) -> None:
         """Stops renewing and settling, and writes what waits if Redis answers."""
@@ -256,7 +125,12 @@ class Limiter:
         hold = hold if limits.concurrency is not None else ""
         tenant.num_asking += 1
         try:
-            answer = await self._store.run(TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
+            answer = await self._store.run(
+                TAKE,
+                self._keys(name),
+                self._args(limits, num_requests, num_tokens, hold),
+                on_late=lambda late: self._undo_take(tenant, late, num_tokens, hold),
+            )
         except StoreUnavailable:
             verdict = self._take_alone(tenant, num_requests, num_tokens, hold)
         except asyncio.CancelledError:
@@ -276,6 +150,18 @@ class Limiter:
             tenant.add_hold(hold)
         return verdict
 
+    def _undo_take(self, tenant: TenantUsage, late: list[bytes | int], num_tokens: int, hold: str) -> None:
+        """Gives back what Redis took after this gateway had stopped waiting and decided alone."""
+        refused_by, _, num_requests, *_ = late
+        if refused_by:
+            return
+        for limit, cost in ((REQUESTS, int(num_requests)), (TOKENS, num_tokens)):
+            if cost and getattr(tenant.limits, limit) is not None:
+                self._owe(tenant, limit, -cost)
+        if hold and hold not in tenant.holds and len(tenant.releases) < MAX_RELEASES:
+            tenant.releases.add(hold)
+        self._has_news.set()
+
     def settle(
         self, name: str, limits: TenantLimits, *, num_requests: int = 0, num_tokens: int = 0, hold: str = ""
     ) -> None:
@@ -285,7 +171,7 @@ class Limiter:
         """
         if limits.is_unlimited:
             return
-        tenant = self._tenants.setdefault(name, _Tenant(limits))
+        tenant = self._tenants.setdefault(name, TenantUsage(limits))
         for limit, cost in ((REQUESTS, num_requests), (TOKENS, num_tokens)):
             if cost and getattr(limits, limit) is not None:
                 self._owe(tenant, limit, cost)
@@ -300,8 +186,8 @@ class Limiter:
             tenant.has_unknown_holds = True
             self._has_news.set()
 
-    def _tenant(self, name: str, limits: TenantLimits) -> _Tenant:
-        tenant = self._tenants.setdefault(name, _Tenant(limits))
+    def _tenant(self, name: str, limits: TenantLimits) -> TenantUsage:
+        tenant = self._tenants.setdefault(name, TenantUsage(limits))
         if tenant.limits != limits:
             tenant.limits, tenant.alone = limits, None
         return tenant
@@ -313,13 +199,13 @@ class Limiter:
         concurrency = _UNLIMITED if limits.concurrency is None else limits.concurrency
         return (*_bucket_args(limits), concurrency, num_requests, num_tokens, hold, round(HOLD_TTL_S * 1000))
 
-    def _owe(self, tenant: _Tenant, limit: str, cost: float) -> None:
+    def _owe(self, tenant: TenantUsage, limit: str, cost: float) -> None:
         if tenant.alone is not None and limit in tenant.alone.buckets:
             tenant.alone.buckets[limit].take(cost, self._clock.monotonic())
         else:
             tenant.owed[limit] = tenant.owed.get(limit, 0.0) + cost
 
-    def _verdict(self, tenant: _Tenant, answer: list[bytes | int]) -> Verdict:
+    def _verdict(self, tenant: TenantUsage, answer: list[bytes | int]) -> Verdict:
         """Reads what TAKE says, and remembers it for the time when Redis is away."""
         refused_by, wait_ms, num_requests, *levels = (
             value.decode() if isinstance(value, bytes) else value for value in answer
@@ -334,7 +220,7 @@ class Limiter:
                 rates[limit] = _rate(asked, float(level), asked)
         return Verdict(str(refused_by), int(wait_ms) / 1000, rates[REQUESTS], rates[TOKENS], int(num_requests))
 
-    def _take_alone(self, tenant: _Tenant, num_requests: int, num_tokens: int, hold: str) -> Verdict:
+    def _take_alone(self, tenant: TenantUsage, num_requests: int, num_tokens: int, hold: str) -> Verdict:
         """Takes all of it or nothing from the buckets here, without Redis."""
         now_s = self._clock.monotonic()
         alone = self._go_alone(tenant)
@@ -357,12 +243,12 @@ class Limiter:
         taken = 0 if refused_by else costs[REQUESTS]
         return Verdict(refused_by, wait_s, rates.get(REQUESTS), rates.get(TOKENS), taken, is_local=True)
 
-    def _go_alone(self, tenant: _Tenant) -> _Alone:
+    def _go_alone(self, tenant: TenantUsage) -> LocalBuckets:
         """The tenant's buckets here, which are made from what Redis said last when it goes away."""
         if tenant.alone is not None:
             return tenant.alone
         now_s = self._clock.monotonic()
-        alone = tenant.alone = _Alone()
+        alone = tenant.alone = LocalBuckets()
         for limit, least in ((REQUESTS, 1.0), (TOKENS, 0.0)):
             asked: int | None = getattr(tenant.limits, limit)
             if asked is None:
@@ -404,7 +290,7 @@ class Limiter:
         Raises StoreUnavailable; what was owed is then taken from the buckets here.
         """
         self._has_news.clear()
-        sent: list[tuple[_Tenant, _Parcel]] = []
+        sent: list[tuple[TenantUsage, UsageReport]] = []
         rows = []
         for name, tenant in list(self._tenants.items()):
             if tenant.is_idle(self._clock.monotonic()):
@@ -412,26 +298,56 @@ class Limiter:
                     del self._tenants[name]
                 continue
             parcel = tenant.pack(self._clock.monotonic(), renews=renews, leaves=leaves)
-            if parcel is not None:
-                costs = (parcel.costs.get(REQUESTS, 0.0), parcel.costs.get(TOKENS, 0.0))
-                rows.append((name, *_bucket_args(tenant.limits), *costs, list(parcel.releases), list(parcel.renewals)))
-                sent.append((tenant, parcel))
+            for part in () if parcel is None else parcel.parts():
+                costs = (part.costs.get(REQUESTS, 0.0), part.costs.get(TOKENS, 0.0))
+                rows.append((name, *_bucket_args(tenant.limits), *costs, list(part.releases), list(part.renewals)))
+                sent.append((tenant, part))
         if not rows and not renews and not leaves:
             return
-        keys = self._store.keys
-        lasts_ms = round(HOLD_TTL_S * 1000)
-        args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
+        num_sent = 0
         try:
-            num_gateways = await self._store.run(SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+            for portion in _portions(rows):
+                settled = sent[num_sent : num_sent + len(portion)]
+                num_gateways = await self._settle(portion, settled, leaves=leaves)
+                for tenant, parcel in settled:
+                    tenant.end_alone(parcel, self._clock.monotonic())
+                num_sent += len(portion)
         except BaseException as error:
-            for tenant, parcel in sent:
+            for tenant, parcel in sent[num_sent:]:
                 tenant.unpack(parcel)
                 if isinstance(error, StoreUnavailable):
                     self._go_alone(tenant)
             raise
         self.num_gateways = max(1, num_gateways)
-        for tenant, parcel in sent:
-            tenant.end_alone(parcel, self._clock.monotonic())
+
+    async def _settle(
+        self, rows: Sequence[tuple[Any, ...]], settled: Sequence[tuple[TenantUsage, UsageReport]], *, leaves: bool
+    ) -> int:
+        """Sends one portion of rows, and returns the number of gateways. Raises StoreUnavailable."""
+        keys, lasts_ms = self._store.keys, round(HOLD_TTL_S * 1000)
+        args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
+        names = (keys.gateways, keys.limit_prefix, keys.hold_prefix)
+        num_gateways: int = await self._store.run(SETTLE, names, args, on_late=lambda _: self._undo_settle(settled))
+        return num_gateways
+
+    def _undo_settle(self, settled: Sequence[tuple[TenantUsage, UsageReport]]) -> None:
+        """Takes back costs that Redis booked after this gateway had stopped waiting: they are sent again."""
+        for tenant, parcel in settled:
+            for limit, cost in parcel.costs.items():
+                self._owe(tenant, limit, -cost)
+        self._has_news.set()
+
+
+def _portions(rows: Sequence[tuple[Any, ...]]) -> Iterator[Sequence[tuple[Any, ...]]]:
+    """Yields the rows in portions of which one script does not take long, at least one portion."""
+    start = num_steps = 0
+    for index, row in enumerate(rows):
+        row_steps = TENANT_STEPS + len(row[-2]) + len(row[-1])
+        num_steps += row_steps
+        if index > start and num_steps > MAX_SETTLE_STEPS:
+            yield rows[start:index]
+            start, num_steps = index, row_steps
+    yield rows[start:]
 
 
 def _rate(limit: int, level: float, full: float) -> Rate:

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,16 @@ import redis
 import redis.asyncio
 import redis.sentinel
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from services.cluster.advice import is_permission_denied
 from services.cluster.connections import Availability, Connections, RoundTrip, end_task
@@ -25,7 +35,7 @@ from services.cluster.keys import Keys
 from services.cluster.redis_url import CLIENT_OPTIONS, check_url, sentinels_of
 from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 TIMEOUT_S = 0.1
 """Time for an answer, on top of what the round trip takes."""
@@ -93,7 +103,7 @@ class Store:
 
     @property
     def is_available(self) -> bool:
-        """Whether the last call has succeeded."""
+        """Whether Redis has replied to the last call."""
         return not self._breaker.is_open
 
     @property
@@ -105,8 +115,18 @@ class Store:
         now_s = self._clock.monotonic()
         return self._availability.is_up(now_s) and now_s - self._denied_at_s >= DENIED_FOR_S
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """Runs a script and returns its answer, with bytes for texts. Raises StoreUnavailable."""
+    async def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        *,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Runs a script and returns its reply, with bytes for strings. Raises StoreUnavailable.
+
+        A call that timed out may have run. `on_late` receives its reply, if that still arrives.
+        """
         began_s = self._clock.monotonic()
         if not self._breaker.lets_through(began_s):
             self.stats.num_skipped_calls += 1
@@ -122,13 +142,13 @@ class Store:
             raise
         else:
             now_s = self._clock.monotonic()
-            if _has_succeeded(call):
+            if _has_reached_redis(call):
                 self._breaker.succeeded(now_s)
             else:
                 self._breaker.failed(now_s, is_probe=is_probe)
             return self._outcome(call)
         finally:
-            self._leave(call)
+            self._leave(call, on_late)
 
     async def run_patiently(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         """Runs a script whose caller needs the answer: also while the breaker is open, and for PATIENT_TIMEOUT_S.
@@ -170,19 +190,23 @@ class Store:
         began_s = self._clock.monotonic()
         await asyncio.wait((call,), timeout=timeout_s + self.round_trip.limit_s)
         now_s = self._clock.monotonic()
-        has_answered = _has_succeeded(call)
-        if has_answered:
+        has_answered = _has_reached_redis(call)
+        if _has_succeeded(call):
             self.round_trip.observe(now_s - began_s)
         if has_answered or not call.done():
             self.round_trip.observe_wait(now_s - began_s)
         self._availability.note(now_s, has_answered=has_answered)
 
-    def _leave(self, call: asyncio.Task[Any]) -> None:
-        """Cancels a call that nobody waits for any longer, and keeps it until it has ended."""
-        if not call.done():
-            self._left_calls.add(call)
-            call.add_done_callback(self._forget)
+    def _leave(self, call: asyncio.Task[Any], on_late: Callable[[Any], None] | None = None) -> None:
+        """Cancels a call whose caller no longer waits, unless its reply is wanted. Keeps a reference until it ends."""
+        if call.done():
+            return
+        self._left_calls.add(call)
+        call.add_done_callback(self._forget)
+        if on_late is None:
             call.cancel()
+        else:  # The connection's own time limit ends it.
+            call.add_done_callback(lambda done: on_late(done.result()) if _has_succeeded(done) else None)
 
     def _forget(self, call: asyncio.Task[Any]) -> None:
         self._left_calls.discard(call)
@@ -245,6 +269,36 @@ def run_script(client: "redis.Redis", script: Script, keys: Sequence[str], args:
         return client.eval(script.body, len(keys), *keys, *args)
 
 
+def _has_reached_redis(call: asyncio.Task[Any]) -> bool:
+    """Returns whether Redis has replied to this call, and so would reply to others."""
+    return _has_succeeded(call) or (
+        call.done() and not call.cancelled() and (is_permanent(call.exception()) or _is_full(call.exception()))
+    )
+
+
+def is_permanent(error: BaseException | None) -> bool:
+    """Returns whether Redis would refuse the same command again, however long the caller waits.
+
+    An error in a script, a key of another type and a missing right are permanent. A Redis that loads its data, cannot
+    write, has no memory left or runs a slow script is not.
+    """
+    if not isinstance(error, ResponseError) or isinstance(error, (*_OUTAGES, OutOfMemoryError)):
+        return False
+    return _PASSING_CODE.search(str(error)) is None
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Returns whether Redis has no memory for a write. It still replies to reads."""
+    return isinstance(error, OutOfMemoryError) or (isinstance(error, ResponseError) and "OOM " in str(error))
+
+
+_OUTAGES = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
+# A script passes on the error of its command with the code somewhere in the text (Redis 6) or at its start (Redis 7).
+_PASSING_CODE = re.compile(
+    r"(?:^|[ -])(?:LOADING|READONLY|MASTERDOWN|BUSY|TRYAGAIN|CLUSTERDOWN|OOM|MISCONF|NOREPLICAS|UNKILLABLE) "
+)
+
+
 def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
     error = call.exception() if call.done() and not call.cancelled() else None
     if error is None:
@@ -252,5 +306,7 @@ def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
     if not isinstance(error, RedisError | OSError):
         raise error
     unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
+    if is_permanent(error):
+        unavailable = StoreRefused(f"Redis refused a command: {error!s:.200}")
     unavailable.__cause__ = error
     return unavailable

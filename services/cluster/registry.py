@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -57,7 +57,8 @@ INCARNATION_PATTERN = r"^[0-9a-f]{32}$"
 logger = logging.getLogger(__name__)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+MAX_TEXT_CHARS = 512
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What it must agree on with its gateway; None: unknown."""
     arithmetic: ShortText = ""
     """Names how it computes, for people; empty: unknown."""
+    kernels_error: ShortText = ""
+    """Why it computes without the compiled kernels of its engine. Empty if it uses them."""
     page_size: Count
     """Tokens per page."""
     layout_fingerprint: ShortText
@@ -103,6 +106,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When its TLS certificate expires, in seconds since 1970; 0: it has none, or does not say."""
     metrics_address: ShortText = ""
     """host:port of its /metrics; empty: it serves none."""
+    transfer_address: ShortText = ""
+    """host:port where other hosts open the payload channels to it. Empty if unknown."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
@@ -307,7 +312,7 @@ async def watch_workers(
     clock: Clock = SYSTEM_CLOCK,
     suspects: Callable[[], Iterable[str]] = lambda: (),
     on_renewals: Callable[[Mapping[str, float]], None] = lambda ages_s: None,
-) -> AsyncIterator[Membership]:
+) -> AsyncGenerator[Membership, None]:
     """Yields the membership now, and again after each change of a record or of `is_stale`.
 
     Changes of a record's counts alone are not reported. After each look at Redis, `on_renewals` receives the seconds

@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
+from services.runtime.background_tasks import supervise
 
 MIN_POLL_INTERVAL_S = 0.02
 
@@ -24,7 +25,7 @@ class Wakeups:
     async def wait(self, timeout_s: float, *, is_store_available: bool) -> None:
         """Waits for a published change, at least MIN_POLL_INTERVAL_S and at most `timeout_s`."""
         if is_store_available and (self._listener is None or self._listener.done()):
-            self._listener = asyncio.create_task(self._listen(), name="workers-changed")
+            self._listener = supervise(self._listen, name="workers-changed")
         elif not is_store_available:
             await self._stop()
         await asyncio.sleep(MIN_POLL_INTERVAL_S)

@@ -78,11 +78,15 @@ class EngineParts:
 
     @property
     def gpu_uuid(self) -> str | None:
-        """The name by which NVML knows the GPU that the model is on, whatever CUDA_VISIBLE_DEVICES says; None: none."""
-        device = self.model.device
-        if device.type != "cuda":
+        """NVML's name of the GPU that the model is on, whatever CUDA_VISIBLE_DEVICES is. None on a CPU."""
+        if self.model.device.type != "cuda":
             return None
-        return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
+        return f"GPU-{str(torch.cuda.get_device_properties(self.model.device).uuid).removeprefix('GPU-')}"
+
+    @property
+    def kernels_error(self) -> str:
+        """Implements LoadedModel."""
+        return self.model.kernels_error
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -151,18 +155,14 @@ def load_engine(
     shares_weights: bool = False,
     captures_graphs: bool = True,
 ) -> EngineParts:
-    """Loads a checkpoint folder, or takes a loaded model of one rank, and sets memory aside for its KV pages.
+    """Loads a checkpoint folder, or accepts a loaded model of one rank, and allocates its KV pages.
 
-    How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
-    `host_tier_bytes`, stands in `services.engine.cache.memory`. `threads` is for torch, process-wide. With
-    `tensor_parallel` or `pipeline_parallel` above 1, that number of processes share each layer or the layers, and the
-    threads; they live until the parts are closed. With `shares_weights` all engines of this host that say so, and have
-    one rank, have the weights once. Without `captures_graphs` a GPU's steps, of which no plans run, are no graphs.
+    `services.engine.cache.memory` computes the sizes of the pool and of the host tier. `threads` is process-wide, and
+    is divided among the ranks. Ranks live until the parts are closed. With `shares_weights`, engines of one rank on
+    this host load the weights once. Without `captures_graphs`, steps on a GPU use no CUDA graphs.
 
-    Raises:
-        ModelError: the folder cannot be served.
-        ConfigError: a setting is wrong, or the pool would not fit into memory.
-        WorkerLost: one of the other processes has ended.
+    Raises ModelError if the folder cannot be served, ConfigError for a wrong setting or a pool that does not fit into
+    memory, and WorkerLost if another rank has ended.
     """
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}, it must be at least 1")
@@ -258,12 +258,9 @@ def _make_runner(model: Model, pool: PagePool, *, captures_graphs: bool) -> Mode
 
 
 def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
-    """`load_engine`, and a short answer from it: libraries set up a lot when a kernel first runs, and no request has to
-    wait for that, nor is it taken for the engine's speed.
+    """Loads an engine and generates a short response, so that no request waits for the first run of the kernels.
 
-    Raises:
-        ModelError: the folder cannot be served.
-        ConfigError: a setting is wrong, or the pool would not fit into memory.
+    Raises as `load_engine` does.
     """
     parts = load_engine(model_dir, **settings)
     num_tokens = min(WARM_UP_TOKENS, parts.limits.max_sequence_tokens - WARM_UP_STEPS)
@@ -291,8 +288,7 @@ class Engine:
     """Chunked prefill and continuous batching in the caller's thread.
 
     A step decodes every running sequence and spends `chunk_tokens` on prompts, oldest first. A sequence is admitted
-    only when all pages that it may ever need are promised to it, so a running one never has to wait and is never
-    preempted.
+    once all pages that it may need are promised to it, so it is never preempted.
     """
 
     def __init__(
@@ -325,10 +321,9 @@ class Engine:
         emitted_token_ids: SequenceOf[int] = (),
         grammar: Grammar | None = None,
     ) -> Sequence:
-        """Queues a request; `emitted_token_ids` are tokens of its answer that an earlier attempt already gave.
+        """Queues a request. `emitted_token_ids` are tokens of its response that an earlier attempt emitted.
 
-        Raises:
-            InvalidRequest: it is empty, too long, or names token ids that do not exist.
+        Raises InvalidRequest if it is empty or too long, or names a token ID that does not exist.
         """
         limits = self._parts.limits
         limits.check_fits(len(prompt_token_ids), sampling.max_tokens)

@@ -3,6 +3,8 @@
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import logging
@@ -48,24 +50,25 @@ class Model:
     however its prompt was cut into chunks, and whether it was computed by prefill or by decode.
     `arithmetic` names what results depend on beside the inputs: two exact models whose fingerprint, dtype and
     arithmetic are equal give bitwise equal results in different processes.
-    `kernels` are those of the CPU in use, if any.
+    `kernels` are those of the CPU in use, if any. `kernels_error` says why torch computes instead of the compiled
+    kernels of the device, and is empty if it does not.
     `fingerprint` names the weights and the meaning of a page's bytes: two workers exchange pages only if theirs agree.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        source: ModelSource,
         decoder: Decoder,
-        placement: WeightPlacement,
         *,
         fingerprint: str,
-        kernels: Kernels | None = None,
         sharing: Sharing | None = None,
     ) -> None:
+        config, placement, kernels = source.config, source.placement, source.kernels
         self.config = config
         self._sharing = sharing
         self.fingerprint = fingerprint
         self.kernels = kernels
+        self.kernels_error = source.kernels_error
         self.exact = kernels is not None
         self.arithmetic = arithmetic_of(kernels, placement.device)
         if placement.device.type == "cuda":
@@ -198,10 +201,8 @@ def load_model(
         source.checkpoint.close()
     try:
         fingerprint = layout_fingerprint(config, weights_digest=loaded.digest)
-        decoder = _make_decoder(config, loaded.weights, kernels)
-        return Model(
-            config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels, sharing=loaded.sharing
-        )
+        decoder = _make_decoder(source, loaded.weights)
+        return Model(source, decoder, fingerprint=fingerprint, sharing=loaded.sharing)
     except BaseException:
         if loaded.sharing is not None:
             loaded.sharing.close()
@@ -223,6 +224,8 @@ class ModelSource:
     checkpoint: Checkpoint
     placement: WeightPlacement
     kernels: Kernels | None
+    kernels_error: str = ""
+    """Why torch computes instead of the compiled kernels. Empty if it does not, or if that was requested."""
 
 
 def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: bool = True) -> ModelSource:
@@ -233,13 +236,17 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
     if chosen_device.type == "cuda":
         forbid_split_k()
     checkpoint = Checkpoint(model_dir)
-    kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
+    kernels, kernels_error = None, ""
+    if chosen_device.type == "cuda":
+        kernels_error = _triton_error()
+    elif use_kernels:
+        kernels, kernels_error = _find_kernels()
     if kernels is None:
         placement = WeightPlacement(chosen_dtype, chosen_device, TorchLinear, TorchLinear.of)
     else:
         make_linear, linear_of = partial(pack_linear, kernels), partial(PackedLinear, kernels)
         placement = WeightPlacement(chosen_dtype, chosen_device, make_linear, linear_of)
-    return ModelSource(config, checkpoint, placement, kernels)
+    return ModelSource(config, checkpoint, placement, kernels, kernels_error)
 
 
 def arithmetic_of(kernels: Kernels | None, device: torch.device) -> str:
@@ -251,32 +258,33 @@ def arithmetic_of(kernels: Kernels | None, device: torch.device) -> str:
     return "/".join(parts)
 
 
-def _make_decoder(config: ModelConfig, weights: ModelWeights, kernels: Kernels | None) -> Decoder:
-    if kernels is not None:
-        return KernelDecoder(kernels, config, weights)
+def _make_decoder(source: ModelSource, weights: ModelWeights) -> Decoder:
+    config = source.config
+    if source.kernels is not None:
+        return KernelDecoder(source.kernels, config, weights)
     embedding, layer = weights.embedding, weights.layers[0]
     if embedding.device.type == "cuda":
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.lm_head)
         permit_where_needed(linears, dtype=embedding.dtype, device=embedding.device)
-    if embedding.device.type == "cuda" and _can_use_triton():
+    if embedding.device.type == "cuda" and not source.kernels_error:
         from services.engine.gpu.decoder import TritonDecoder  # only where there is a Triton to import
 
         return TritonDecoder(config, weights)
     return TorchDecoder(config, weights)
 
 
-def _can_use_triton() -> bool:
-    """Returns whether Triton is installed and works: it compiles a part of itself, with a compiler and headers."""
+def _triton_error() -> str:
+    """Returns why Triton cannot be used, or an empty string. Triton compiles a part of itself, with a compiler."""
     if importlib.util.find_spec("triton") is None:
-        return False
+        return "Triton is not installed"
     try:
         from triton.runtime import driver
 
         driver.active.get_current_target()
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         logger.warning("Triton does not work here, so that torch computes, slowly: %s", error)
-        return False
-    return True
+        return f"Triton does not work: {error}"
+    return ""
 
 
 def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:
@@ -288,12 +296,13 @@ def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _find_kernels() -> Kernels | None:
+def _find_kernels() -> tuple[Kernels | None, str]:
+    """Returns the CPU kernels and an empty string, or None and the reason."""
     try:
-        return load_kernels()
+        return load_kernels(), ""
     except KernelsUnavailable as error:
         logger.warning("no CPU kernels: %s; answers may depend on the batch (exact is false)", error.message)
-        return None
+        return None, error.message
 
 
 def _choose_device(device: str) -> torch.device:

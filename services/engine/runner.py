@@ -21,7 +21,7 @@ from services.engine.kernels.library import Kernels
 from services.engine.model import Model
 from services.engine.packed import Packed
 from services.engine.reference.attention import AttentionBatch
-from services.engine.sampling import report, rows_are_finite, sample
+from services.engine.sampling import report, rows_are_valid, sample
 from services.engine.steps.pooling import pooled_rows, pooled_states
 from services.engine.steps.sequence import Chooser, Lookahead
 from services.engine.steps.step import (
@@ -80,12 +80,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Does the rest of `run`, mostly without the interpreter's lock. What it reports as computed is in the pool."""
+        """Does the rest of `run`. Returns after the last write of every rank and device: pages are reported then."""
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":
-            # Nothing else waits for a chunk without a token: a sender of its pages would read what has not been written
-            # yet, and its time would be that of the next step, by which schedulers know what chunks cost.
+            # Nothing else waits for a chunk without a token. Schedulers would also count its time to the next step.
+            # On a CPU, the decoder returns after the last write.
             torch.cuda.current_stream(self._device).synchronize()
         return StepResult([*outcomes])
 
@@ -119,7 +119,7 @@ class ModelRunner:
             start = sequence.num_computed_tokens
             piece = StepItem(sequence, min(PROMPT_ROWS, end - start), item.wants_token)
             logits = self._logits(self._pack([piece], wants_all=True))
-            if not bool(rows_are_finite(logits).all()):
+            if not bool(rows_are_valid(logits).all()):
                 return NonFiniteLogits(f"the model's output for the prompt from position {start} on is not finite")
             following = sequence.token_ids[start + 1 : start + 1 + piece.num_scheduled_tokens]
             more = report(logits[: len(following)], following, count)

@@ -43,9 +43,10 @@ def sample(
 ) -> list[SampledToken | NonFiniteLogits]:
     """Chooses one token for each row: row i is for `sequences[i]`, at the position after its last token.
 
-    `logits` [B, V] float32 is not changed. A row that holds NaN or infinity, or whose tokens are all ruled out, gives a
-    NonFiniteLogits in its place. `kernels`, for logits on a CPU, decide the rows that ask for nothing but a temperature
-    and min-p in less time. Rows with a grammar are copied, so that the others cost what they cost without them.
+    `logits` [B, V] float32 is not changed. Minus infinity rules a token out. A row with NaN or plus infinity, or whose
+    tokens are all ruled out, gives a NonFiniteLogits in its place. `kernels`, for logits on a CPU, decide the rows that
+    ask for nothing but a temperature and min-p in less time. Rows with a grammar are copied, so that the others cost
+    what they cost without them.
     """
     if not sequences:
         return []
@@ -85,19 +86,19 @@ def _sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], allowed: dict[int, bytes]
 ) -> list[SampledToken | NonFiniteLogits]:
     """Does what `sample` does in torch; `allowed` has the bits of `Grammar.allowed`, by row with a grammar."""
-    is_finite = rows_are_finite(logits)
+    is_valid = rows_are_valid(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
     if adjusted is not logits:
-        is_finite &= torch.isfinite(adjusted.gather(1, token_ids[:, None])[:, 0])
+        is_valid &= torch.isfinite(adjusted.gather(1, token_ids[:, None])[:, 0])
     narrowed = adjusted[:0]
     if allowed:
         rows = _index(list(allowed), logits.device)
         is_ruled_out = _is_ruled_out(list(allowed.values()), logits.shape[1], logits.device)
         narrowed = adjusted[rows].masked_fill_(is_ruled_out, -math.inf)
         token_ids[rows] = _argmax(narrowed)
-        is_finite[rows] &= torch.isfinite(narrowed.gather(1, token_ids[rows][:, None])[:, 0])
-    can_choose: list[bool] = is_finite.tolist()
+        is_valid[rows] &= torch.isfinite(narrowed.gather(1, token_ids[rows][:, None])[:, 0])
+    can_choose: list[bool] = is_valid.tolist()
     by_chance = [row for row, sequence in enumerate(sequences) if can_choose[row] and not sequence.sampling.is_greedy]
     places = {row: place for place, row in enumerate(allowed)}
     free = [row for row in by_chance if row not in places]
@@ -164,13 +165,15 @@ def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
     return is_likely
 
 
-def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Returns bool [B]: whether each row of `logits` [B, V] is free of NaN and infinity."""
-    # NaN carries through both. torch.aminmax takes 10 times as long on a CPU.
+def rows_are_valid(logits: torch.Tensor) -> torch.Tensor:
+    """Returns bool [B]: whether the highest logit of each row of `logits` [B, V], NaN above all, is a finite number.
+
+    NaN and plus infinity make a row invalid, and so does minus infinity in all of it. Elsewhere, minus infinity only
+    rules its token out: models mask padded vocabulary this way.
+    """
     if logits.device.type == "cpu":  # numpy releases the interpreter's lock less often, and waits for it less
-        values = logits.numpy()
-        return torch.from_numpy(np.isfinite(values.min(axis=-1)) & np.isfinite(values.max(axis=-1)))
-    return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
+        return torch.from_numpy(np.isfinite(logits.numpy().max(axis=-1)))
+    return torch.isfinite(logits.amax(dim=-1))
 
 
 def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:

@@ -1,7 +1,7 @@
 """Bounds of numbers, and the error for a value outside them, which names the field and the rule."""
 
-import math
-from dataclasses import dataclass, field
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 from services.runtime.errors import InvalidRequest
@@ -10,28 +10,35 @@ MAX_SHOWN_CHARS = 64
 """The longest value that an error repeats in full."""
 
 
+SMALLEST_FLOAT = 2.0**-149
+"""The smallest positive number that a `float` of the wire holds; half of it is rounded to zero."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A closed interval of numbers, or one that is open below. A float's bounds admit integers too."""
+    """A closed interval of numbers. A float's bounds admit integers too.
+
+    Numbers are checked in 64 bits, and a `float` of the wire has 32. A float's bounds are numbers that 32 bits hold, so
+    rounding takes no number out of them: a worker admits every number that the gateway has admitted.
+    """
 
     kind: type[int] | type[float]
     minimum: float
     maximum: float
-    excludes_minimum: bool = False
-    kinds: tuple[type, ...] = field(init=False)
-    """The types of the numbers that are within the bounds; bool is not one of them."""
-    lowest: float = field(init=False)
-    """The lowest number within the bounds."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", (int,) if self.kind is int else (int, float))
-        object.__setattr__(
-            self, "lowest", math.nextafter(self.minimum, math.inf) if self.excludes_minimum else self.minimum
-        )
+        if self.kind is float:
+            for bound in (self.minimum, self.maximum):
+                assert struct.unpack("f", struct.pack("f", bound))[0] == bound, f"{bound} is rounded on the wire"
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """The types of the numbers within the bounds. bool is not one of them."""
+        return (int,) if self.kind is int else (int, float)
 
     def admits(self, value: Any) -> bool:
         """Returns whether a value is such a number within the bounds; true, NaN and, for an integer, 1.0 are not."""
-        return type(value) in self.kinds and bool(self.lowest <= value <= self.maximum)
+        return type(value) in self.kinds and bool(self.minimum <= value <= self.maximum)
 
     def check(self, value: Any, field_name: str) -> None:
         """Raises InvalidRequest, which names the field and the rule, unless the value is within the bounds."""
@@ -43,12 +50,12 @@ class Bounds:
         """What a value must be, in words."""
         if self.kind is int:
             return f"an integer in [{self.minimum}, {self.maximum}]"
-        return f"a number in {'(' if self.excludes_minimum else '['}{self.minimum:g}, {self.maximum:g}]"
+        return f"a number in [{self.minimum:g}, {self.maximum:g}]"
 
     @property
     def schema(self) -> dict[str, Any]:
         """The bounds in the words of JSON Schema."""
-        return {"exclusiveMinimum" if self.excludes_minimum else "minimum": self.minimum, "maximum": self.maximum}
+        return {"minimum": self.minimum, "maximum": self.maximum}
 
 
 def invalid_value(name: str, value: Any, rule: str, field_name: str | None = None) -> InvalidRequest:

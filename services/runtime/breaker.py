@@ -31,7 +31,7 @@ FORGIVE_S = 30.0
 
 
 class Breaker:
-    """Guards one thing: `max_errors` within WINDOW_S open it.
+    """Guards one thing: `max_errors` within `window_s` open it.
 
     Its first probe comes `first_open_s` after it has opened, and none later than `max_open_s` after the one before. No
     probation is longer than `max_probation_s`; 0: there is no probation.
@@ -46,6 +46,7 @@ class Breaker:
         "_max_probation_s",
         "_open_s",
         "_probe_at_s",
+        "_window_s",
         "is_probing",
         "num_openings",
         "opened_at_s",
@@ -56,6 +57,7 @@ class Breaker:
         self,
         *,
         max_errors: int = MAX_ERRORS,
+        window_s: float = WINDOW_S,
         first_open_s: float = FIRST_OPEN_S,
         max_open_s: float = MAX_OPEN_S,
         max_probation_s: float = 0.0,
@@ -68,7 +70,7 @@ class Breaker:
         """How often it has opened lately, this time included."""
         self.touched_s = 0.0
         """When something was last noted of it, apart from the beginning of requests."""
-        self._first_open_s, self._max_open_s = first_open_s, max_open_s
+        self._first_open_s, self._max_open_s, self._window_s = first_open_s, max_open_s, window_s
         self._max_probation_s = max_probation_s
         self._errors_s: deque[float] = deque(maxlen=max_errors)
         """When the last errors happened, while it is closed."""
@@ -124,7 +126,7 @@ class Breaker:
         if self.opened_at_s is None:
             errors_s = self._errors_s
             errors_s.append(now_s)
-            if len(errors_s) == errors_s.maxlen and now_s - errors_s[0] <= WINDOW_S:
+            if len(errors_s) == errors_s.maxlen and now_s - errors_s[0] <= self._window_s:
                 self._open(now_s)
         elif is_probe:
             self.is_probing, self._good_since_s = False, None

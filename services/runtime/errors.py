@@ -158,6 +158,10 @@ class StoreUnavailable(TandemError):
     """Redis cannot be asked now. Its content is a hint, so a process that meets this continues with its own view."""
 
 
+class StoreRefused(StoreUnavailable):
+    """Redis has refused a command and would refuse it again. The message has its reason."""
+
+
 class DeadlineExceeded(TandemError):
     """The request's deadline passed."""
 

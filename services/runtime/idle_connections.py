@@ -16,6 +16,8 @@ from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
+from services.runtime.background_tasks import supervise
+
 LOOK_INTERVAL_S = 0.25
 FULL_PART, ROOM_PART = 8, 4
 """When fewer than one part in FULL_PART of all connections is free, enough are ended to free one in ROOM_PART."""
@@ -57,7 +59,7 @@ class IdleConnections:
     def start(self) -> None:
         """Begins to look, on the running loop."""
         if self._task is None:
-            self._task = asyncio.create_task(self._watch(), name="idle-connections")
+            self._task = supervise(self._watch, name="idle-connections")
 
     async def close(self) -> None:
         """Stops looking."""

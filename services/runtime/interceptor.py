@@ -144,8 +144,8 @@ async def _with_status(answer: Awaitable[Any], context: Any, method: str) -> Any
     """
     try:
         return await answer
-    except grpc.aio.AbortError:
-        raise
+    except (grpc.aio.AbortError, grpc.aio.InternalError):
+        raise  # The second one means that the client left while something was sent to it.
     except TandemError as error:
         if not status.row_of(error).is_public:
             logger.error("a call failed", exc_info=error, extra={"method": method})

@@ -18,14 +18,48 @@ MAX_MESSAGE_CHARACTERS = 16_384
 
 COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[1;31m"}
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+_LEFT_BY_CLIENT = ("ExecuteBatchError raised in core", "Invalid encoding on")
+"""Beginnings of what the gRPC library logs as errors, with a traceback, if a client leaves or sends broken headers."""
 _NOT_FIELDS = frozenset({"time", "level", "message", "logger", "exception", "service", "worker_id"})
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class LostLines:
+    """Log lines that this process could not write, for example because the disk is full."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.error = ""
+        """Why the last line could not be written. Empty if it was written."""
+
+
+lost = LostLines()
+"""Those of this process."""
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to a stream. A line that cannot be written is counted: it must neither end nor delay the process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        lost.error = ""
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Counts a line that the system did not take. Other errors are mistakes in a log call."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            lost.count += 1
+            lost.error = error.strerror or str(error)
+        else:
+            super().handleError(record)
 
 
 def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | None = None) -> None:
     """Sends all records to stderr (or `stream`): as JSON, or as readable lines if that is a terminal."""
     target = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(target)
+    handler = _Handler(target)
+    handler.addFilter(_is_about_us)
     identity = {"service": service} | ({"worker_id": worker_id} if worker_id else {})
     human = HumanFormatter(is_coloured=wants_colour(target))
     handler.setFormatter(human if target.isatty() else JsonFormatter(identity))
@@ -34,6 +68,11 @@ def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | Non
     root.setLevel(level.upper())
     # No line has them, and asking for them is a good part of what a line costs.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def _is_about_us(record: logging.LogRecord) -> bool:
+    """Returns whether a record says more than that a client left or broke its connection."""
+    return not (record.name.startswith("grpc.") and str(record.msg).startswith(_LEFT_BY_CLIENT))
 
 
 def request_fields(request_id: str, attempt: int, traceparent: str = "") -> dict[str, Any]:

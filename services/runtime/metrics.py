@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.runtime import rpc, telemetry
+from services.runtime import logs, rpc, telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.version import version
 
@@ -34,7 +34,7 @@ def process_registry(program: str) -> CollectorRegistry:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotations there
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    for figures in (BuildInfo(program), SpanCounts(), CertificateEnd()):
+    for figures in (BuildInfo(program), SpanCounts(), LostLogLines(), CertificateEnd()):
         registry.register(figures)
     return registry
 
@@ -278,6 +278,21 @@ class SpanCounts(Collector):
             CounterMetricFamily("tandem_spans_exported", "Spans that the collector has taken."),
             CounterMetricFamily("tandem_spans_dropped", "Spans that did not fit into the queue or were not taken."),
         )
+
+
+class LostLogLines(Collector):
+    """Log lines that this process could not write, read from `services.runtime.logs` at each scrape."""
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """Returns the number for a scrape."""
+        (lost,) = self.describe()
+        lost.add_metric((), logs.lost.count)
+        return (lost,)
+
+    def describe(self) -> tuple[CounterMetricFamily]:
+        """Returns the name, for the registry."""
+        text = "Log lines that could not be written, for example because the disk is full."
+        return (CounterMetricFamily("tandem_lost_log_lines", text),)
 
 
 class CertificateEnd(Collector):

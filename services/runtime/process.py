@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import uvloop
 
 from services.runtime import last_words, service_manager
-from services.runtime.errors import ConfigError, ModelError
+from services.runtime.background_tasks import PROCESS_TASKS, supervise
+from services.runtime.errors import ConfigError, InvariantViolated, ModelError
 
 DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
 AUTOGROUP = Path("/proc/self/autogroup")
@@ -67,10 +68,30 @@ def run_async(main: Coroutine[Any, Any, Any]) -> None:
 
 
 async def watched(main: Coroutine[Any, Any, T]) -> T:
-    """Awaits `main` beside what the process's starter is to know of the event loop that it runs on."""
-    beside = [asyncio.create_task(service_manager.keep_watchdog()), asyncio.create_task(last_words.watch_memory())]
+    """Awaits `main` while background tasks report to the service manager and watch the memory limit.
+
+    Cancels `main` and raises InvariantViolated if a background task raises it.
+    """
+    violations: list[InvariantViolated] = []
+    task = asyncio.current_task()
+    assert task is not None
+    cancel = task.cancel
+
+    def end(violation: InvariantViolated) -> None:
+        violations.append(violation)
+        cancel()
+
+    PROCESS_TASKS.on_invariant_violated(end)
+    beside = [
+        supervise(service_manager.keep_watchdog, name="watchdog"),
+        supervise(last_words.watch_memory, name="memory-watch"),
+    ]
     try:
         return await main
+    except asyncio.CancelledError:
+        if violations:
+            raise violations[0] from None
+        raise
     finally:
         for task in beside:
             task.cancel()

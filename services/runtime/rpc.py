@@ -171,6 +171,15 @@ def metadata_of(proof: Proof | None) -> tuple[tuple[str, str | bytes], ...] | No
     return None if proof is None else proof.metadata
 
 
+async def write_if_open(call: Any, message: Any) -> None:
+    """Writes a message to a stream, unless the peer has already ended it: the next read then raises the peer's reason.
+
+    gRPC raises InvalidStateError for such a write, which hides that reason.
+    """
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(message)
+
+
 def refusal(error: grpc.aio.AioRpcError) -> NotProven | None:
     """Returns a worker's words if it does not take this process for one of its cluster; None: it was something else.
 
@@ -390,6 +399,11 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     details = _rich_details(error) if isinstance(error, grpc.aio.AioRpcError) else None
     message = details.message if details is not None else f"a call ended with {code.name}"
     return status.from_rich_status(code, message, details)
+
+
+def is_reply(error: grpc.aio.AioRpcError) -> bool:
+    """Returns whether one of our own servers replied with this error. Otherwise the call did not reach one."""
+    return _rich_details(error) is not None
 
 
 def _rich_details(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from services.runtime.bounds import Bounds, invalid_value
+from services.runtime.bounds import SMALLEST_FLOAT, Bounds, invalid_value
 
 MAX_TOKENS_EVER = 2**31 - 1
-GREEDY_TEMPERATURE = 1e-5
-"""Below it, the likeliest token is taken, whatever the seed: what is left of chance is rounding. vLLM's bound."""
+GREEDY_TEMPERATURE = 9.999999747378752e-06
+"""Below it, the likeliest token is taken, whatever the seed. It is vLLM's 1e-5, as the wire rounds it."""
 _MAX_PENALTY = 2.0
 _MAX_LOGPROBS = 20
 
@@ -114,7 +114,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         ),
         Parameter(
             "top_p",
-            Bounds(float, 0, 1, excludes_minimum=True),
+            Bounds(float, SMALLEST_FLOAT, 1),
             "The smallest set of likeliest tokens whose probabilities reach this is kept",
             default=1,
             has_model_default=True,
@@ -149,7 +149,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         ),
         Parameter(
             "repetition_penalty",
-            Bounds(float, 0, 10.0, excludes_minimum=True),
+            Bounds(float, SMALLEST_FLOAT, 10.0),
             "Divides positive and multiplies negative logits of tokens in prompt or answer",
             default=1,
             has_model_default=True,
@@ -174,7 +174,7 @@ member_values = operator.attrgetter(*MEMBERS)
 _DEFAULTS = msgspec.structs.astuple(SamplingValues())
 
 _BOUNDED = tuple((name, one.bounds) for name, one in PARAMETERS.items() if one.bounds is not None)
-_ADMITTED = tuple((bounds.kinds, bounds.lowest, bounds.maximum) for _, bounds in _BOUNDED)
+_ADMITTED = tuple((bounds.kinds, bounds.minimum, bounds.maximum) for _, bounds in _BOUNDED)
 _bounded_values = operator.attrgetter(*(name for name, _ in _BOUNDED))
 _PLACES, _NOTHING = range(len(_BOUNDED)), (None,) * len(_BOUNDED)
 

@@ -136,6 +136,7 @@ TABLE: dict[type[BaseException], StatusRow] = {
         worker_pb2.ERROR_CODE_INTERNAL,
         is_retryable=True,
     ),
+    errors.StoreRefused: _INTERNAL,
     errors.TransferFailed: StatusRow(
         grpc.StatusCode.UNAVAILABLE,
         503,

@@ -1,13 +1,12 @@
 """The circuit breakers of all workers, or pairs of workers, of one gateway, under any hashable key. Pure.
 
-`usable` has the last word on what an open breaker means: never more than half of a group is left alone, and never its
-last member. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
+The caller decides what an open breaker means.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from services.runtime.breaker import MAX_OPEN_S, Breaker, CircuitState
+from services.runtime.breaker import MAX_ERRORS, MAX_OPEN_S, WINDOW_S, Breaker, CircuitState
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -15,9 +14,17 @@ FORGET_AFTER_S = 600.0
 
 
 class Breakers:
-    """All breakers of one gateway; `max_open_s` and `max_probation_s` are those of each."""
+    """All breakers of one gateway. The parameters are those of each breaker."""
 
-    def __init__(self, *, max_open_s: float = MAX_OPEN_S, max_probation_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_errors: int = MAX_ERRORS,
+        window_s: float = WINDOW_S,
+        max_open_s: float = MAX_OPEN_S,
+        max_probation_s: float = 0.0,
+    ) -> None:
+        self._max_errors, self._window_s = max_errors, window_s
         self._max_open_s = max_open_s
         self._max_probation_s = max_probation_s
         self._breakers: dict[Hashable, Breaker] = {}
@@ -61,14 +68,6 @@ class Breakers:
         breakers = self._breakers
         return self._in_order(key for key in group if (one := breakers.get(key)) and not one.lets_through(now_s))
 
-    def usable(self, group: Sequence[Key], now_s: float) -> list[Key]:
-        """Returns the members that a request may go to, in the group's order: at least half, rounded up.
-
-        Where not all that should be left alone can be, those that opened first are.
-        """
-        left_alone = set(self.shut(group, now_s)[: len(group) // 2])
-        return [key for key in group if key not in left_alone]
-
     def begin(self, key: Hashable, now_s: float) -> bool:
         """Notes that a request goes there. True: it is the probe, and its end must be reported, whatever it is."""
         breaker = self._breakers.get(key)
@@ -93,6 +92,10 @@ class Breakers:
         if breaker is not None:
             breaker.abandoned()
 
+    def forget(self, key: Hashable) -> None:
+        """Drops a breaker and the errors that it has counted."""
+        self._breakers.pop(key, None)
+
     def _in_order(self, keys: Iterable[Key]) -> list[Key]:
         return sorted(keys, key=lambda key: self._breakers[key].opened_at_s or 0.0)
 
@@ -100,8 +103,12 @@ class Breakers:
         breaker = self._breakers.get(key)
         if breaker is None:
             self._forget_old(now_s)
-            breaker = Breaker(max_open_s=self._max_open_s, max_probation_s=self._max_probation_s)
-            self._breakers[key] = breaker
+            breaker = self._breakers[key] = Breaker(
+                max_errors=self._max_errors,
+                window_s=self._window_s,
+                max_open_s=self._max_open_s,
+                max_probation_s=self._max_probation_s,
+            )
         return breaker
 
     def _forget_old(self, now_s: float) -> None:

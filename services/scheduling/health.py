@@ -238,7 +238,7 @@ class _Worker:
         return Cause("silent", words, figures)
 
     def why_slow(self, ratio: float) -> Cause:
-        words = f"what comes takes {ratio:.3g} times as long as expected, with the others {self.reference:.3g} times"
+        words = f"its own steps take {ratio:.3g} times as long as expected, with the others {self.reference:.3g} times"
         return Cause("slow", words, {"ratio": ratio, "others": self.reference})
 
     def forgive(self) -> None:
@@ -300,6 +300,10 @@ class WorkerHealth:
             worker.heard_s = now_s
         worker.num_outstanding = num_outstanding
         worker.expected_s = expected_s
+
+    def note_heard(self, worker_id: str, now_s: float) -> None:
+        """Records a sign of life of the worker that is not judged."""
+        self._worker(worker_id, now_s).heard_s = now_s
 
     def note_success(self, worker_id: str, latency_ratio: float, now_s: float, *, probe: int = 0) -> None:
         """Notes that something came, after `latency_ratio` times what was predicted (positive and finite).

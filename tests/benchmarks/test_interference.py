@@ -13,6 +13,7 @@ from benchmarks import interference
 from benchmarks.interference import Point, Unloaded, compare, draw, measure, measure_unloaded, report, targets_from
 from benchmarks.load import Endpoint, Targets, Timing
 from benchmarks.plot import svg_file
+from tests.waiting import HANG_LIMIT_S
 
 
 def point(system: str, load: float, **fields: Any) -> Point:
@@ -74,7 +75,7 @@ class System(Endpoint):
         super().__init__("http://nowhere", lambda prompt, n: {})
 
     async def ask(
-        self, prompt: Sequence[int], num_tokens: int, *, timeout_s: float = 120.0, into: Timing | None = None
+        self, prompt: Sequence[int], num_tokens: int, *, timeout_s: float = HANG_LIMIT_S, into: Timing | None = None
     ) -> Timing:
         timing = Timing(0.0) if into is None else into
         timing.sent_s = time.monotonic()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import Endpoint, Targets, Timing, ask_at, ask_in_turn, percentile, poisson
+from tests.waiting import HANG_LIMIT_S
 
 LINES = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -107,7 +108,7 @@ async def test_users_do_not_wait_for_each_other() -> None:
         await all_there.wait()
         return answer(1.0)
 
-    assert len(await asyncio.wait_for(ask_at([0.0, 0.001, 0.002], ask), 20)) == 3
+    assert len(await asyncio.wait_for(ask_at([0.0, 0.001, 0.002], ask), HANG_LIMIT_S)) == 3
 
 
 @pytest.fixture
@@ -134,7 +135,9 @@ async def endpoint(request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     yield Endpoint(f"http://127.0.0.1:{port}/x", lambda prompt, n: {"prompt": list(prompt), "n": n})
-    await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), 20)  # a client that left may cut it short
+    await asyncio.wait_for(
+        asyncio.gather(*ended, return_exceptions=True), HANG_LIMIT_S
+    )  # a client that left may cut it short
     server.close()
 
 

@@ -86,17 +86,19 @@ def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None
 @pytest.mark.parametrize(
     ("given", "prefill", "decode"),
     [
-        ([], 1, 1),
-        (["--tensor-parallel=2"], 2, 2),
-        (["--tensor-parallel=2", "--prefill-tensor-parallel=4"], 4, 2),
-        (["--decode-tensor-parallel=2"], 1, 2),
+        ([], (1, 3), (1, 3)),
+        (["--tensor-parallel=2"], (2, 3), (2, 3)),
+        (["--tensor-parallel=2", "--prefill-tensor-parallel=4"], (4, 3), (2, 3)),
+        (["--decode-tensor-parallel=2"], (1, 3), (2, 3)),
+        (["--prefill-pipeline-parallel=2"], (1, 2), (1, 3)),
+        (["--prefill-pipeline-parallel=1", "--decode-pipeline-parallel=4"], (1, 1), (1, 4)),
     ],
 )
-def test_each_role_may_have_its_own_degree(given: list[str], prefill: int, decode: int) -> None:
+def test_each_role_may_have_its_own_degree(given: list[str], prefill: tuple[int, int], decode: tuple[int, int]) -> None:
     settings = up("--pipeline-parallel=3", *given)
     specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
     read = [load(DualWorkerConfig, spec.command[4:], prog="worker", environ={}) for spec in specs]
-    assert [(one.tensor_parallel, one.pipeline_parallel) for one in read] == [(prefill, 3), (decode, 3)]
+    assert [(one.tensor_parallel, one.pipeline_parallel) for one in read] == [prefill, decode]
 
 
 def test_workers_of_either_role_are_told_how_a_decode_worker_makes_room() -> None:

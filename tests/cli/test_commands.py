@@ -11,6 +11,7 @@ from cli.commands import COMMANDS, command_line, run_command
 from cli.serve import ServeSettings
 from services.runtime.config import all_settings_of
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,9 @@ def test_only_the_subcommand_that_is_asked_for_is_imported() -> None:
         "import sys; from cli.commands import command_line; command_line(['status']);"
         "print(*(name for name in sys.modules if name.startswith('cli.')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
+    )
     assert set(done.stdout.split()) == {"cli.commands", "cli.status"}
 
 

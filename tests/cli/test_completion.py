@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from cli.completion import CompletionSettings, run
+from tests.waiting import HANG_LIMIT_S
 
 
 def script(shell: str) -> str:
@@ -34,7 +35,7 @@ def test_bash_offers_what_may_come_next(typed: str, offered: set[str], not_offer
     array = " ".join(f'"{word}"' for word in words)
     line = f'COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _tandem; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
-        ["/bin/bash", "-c", script("bash") + line], capture_output=True, text=True, check=True, timeout=60
+        ["/bin/bash", "-c", script("bash") + line], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
     found = set(done.stdout.split())
     assert offered <= found

@@ -12,6 +12,7 @@ from cli.findings import Finding, Level
 from cli.main import main
 from services.cluster.probe import RedisFacts
 from services.runtime.version import version
+from tests.services.runtime.test_dialling import listening, silent
 
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
 WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
@@ -114,6 +115,26 @@ def test_a_worker_that_cannot_be_reached() -> None:
     assert "--advertise-host" in found.advice
 
 
+def test_a_payload_port_that_drops_packets_is_named_with_what_to_allow() -> None:
+    with listening() as (_, port), silent() as (_, transfer_port):
+        worker = WORKER | {"address": f"127.0.0.1:{port}", "transfer_address": f"127.0.0.1:{transfer_port}"}
+        (found,) = doctor.ports([worker], timeout_s=0.5)
+    assert (found.level, found.what) == (
+        Level.NOTE,
+        f"d0 is reached at 127.0.0.1:{port}, but not at its payload port 127.0.0.1:{transfer_port}: "
+        "no answer within 0.5 s",
+    )
+    assert f"allow TCP port {transfer_port} from the other workers to d0" in found.advice
+
+
+@pytest.mark.parametrize("transfer_address", ["", None])
+def test_a_worker_whose_ports_are_open(transfer_address: str | None) -> None:
+    with listening() as (_, port), listening() as (_, transfer_port):
+        known = f"127.0.0.1:{transfer_port}" if transfer_address is None else transfer_address
+        worker = WORKER | {"address": f"127.0.0.1:{port}", "transfer_address": known}
+        assert list(doctor.ports([worker], timeout_s=5)) == []
+
+
 def test_a_gateway_that_asks_for_a_key(api: Any) -> None:
     api.routes["GET /ready"] = (200, {})
     api.routes["GET /cluster"] = (401, {"error": {"message": "no key"}})
@@ -136,6 +157,21 @@ def test_each_trouble_is_a_finding_and_nothing_is_said_twice(api: Any, capsys: p
     assert "bad   trouble   clock d0: it is 30 s behind\n                run a time service\n" in text
     assert "bad   trouble   redis redis: refused\n                start it\n" in text
     assert text.count("behind") == text.count("refused") == 1
+    assert "nothing is wrong" not in text
+
+
+def test_a_failing_task_of_the_gateway_is_named_once(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gateway lists it among the troubles too, unless the task that looks for troubles fails itself."""
+    error = "KeyError (session.py:290); the log has the rest"
+    task = {"name": "session", "subject": "d0", "failures": 5, "error": error, "since_unix_s": 1.0}
+    looking = {**task, "name": "troubles", "subject": ""}
+    told = {"kind": "background_task", "subject": "session d0", "cause": error, "remedy": "report it"}
+    api.routes["GET /ready"] = (200, {})
+    api.routes["GET /cluster"] = (200, {"workers": [], "troubles": [told], "failing_tasks": [task, looking]})
+    assert main(["doctor", "--url", api.url]) == 1
+    text = capsys.readouterr().out
+    assert text.count("background_task session d0: ") == 1
+    assert f"background_task troubles: it failed 5 times: {error}" in text
     assert "nothing is wrong" not in text
 
 

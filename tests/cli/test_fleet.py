@@ -12,6 +12,7 @@ from cli.fleet import Fleet, Resized
 from cli.supervisor import Supervisor
 from services.runtime.errors import ConfigError
 from tests.cli.test_supervisor import SLEEP, spec, supervising, until
+from tests.waiting import HANG_LIMIT_S
 
 ONE = ModelPlan("one", Path("one"), 1, 2, "tandem")
 TWO_OF_EACH = ModelPlan("one", Path("one"), 2, 2, "tandem")
@@ -200,11 +201,11 @@ async def test_a_worker_that_is_drained_in_the_middle_of_its_change_is_not_waite
     cluster = Cluster(tmp_path, is_stuck=True)
     async with supervising(tmp_path, *specs([ONE])) as (supervisor, _):
         fleet = make_fleet(supervisor, tmp_path, cluster=cluster)
-        change = asyncio.create_task(fleet.change_role("decode-1", "prefill", timeout_s=60, is_forced=False))
+        change = asyncio.create_task(fleet.change_role("decode-1", "prefill", timeout_s=HANG_LIMIT_S, is_forced=False))
         await until(lambda: cluster.looks > 0)
         await fleet.drain("decode-1", grace_s=5)
         with pytest.raises(ConfigError, match="told otherwise"):
-            await asyncio.wait_for(change, 60)
+            await asyncio.wait_for(change, HANG_LIMIT_S)
 
 
 async def test_where_one_role_has_too_many_and_the_other_too_few_workers_change(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.config import read
 from services.runtime.errors import ConfigError
 from services.runtime.worker_state import FOUND, UNFOUND, UNLISTED
+from tests.waiting import HANG_LIMIT_S
 
 REDIS = "redis://10.0.0.1:6379"
 READY = json.dumps({"message": "ready"})
@@ -158,14 +159,14 @@ def test_two_programs_are_one_cluster(tmp_path: Path) -> None:
             assert joined.stdout.readline() == "ready decode-left-0\n"
             assert json.loads(bench.post(port, bench.WHOLE))["choices"][0]["finish_reason"] == "length"
             joined.send_signal(signal.SIGTERM)
-            assert joined.wait(60) == 0
-        deadline_s = time.monotonic() + 20
+            assert joined.wait(HANG_LIMIT_S) == 0
+        deadline_s = time.monotonic() + HANG_LIMIT_S
         while (shown := _cluster(port))["workers"] and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert (shown["workers"], shown["gone"]) == ([], [])
 
 
 def _cluster(port: int) -> dict[str, list[object]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/cluster", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/cluster", timeout=HANG_LIMIT_S) as response:
         found: dict[str, list[object]] = json.load(response)
     return found

@@ -17,6 +17,8 @@ from cli.findings import Level
 from cli.main import main
 from cli.preflight import PreflightSettings
 from protos import link_pb2, link_pb2_grpc
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +73,7 @@ class Doctor:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        code = self.process.wait(60)
+        code = self.process.wait(HANG_LIMIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         assert code == 0
@@ -85,8 +87,7 @@ def link(peer: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[in
 
 def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = SlowLine(5e6)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        line.target = found.getsockname()[1]
+    line.target = free_port()
     with Doctor("--transfer-port", str(line.target), "--advertise-transfer-port", str(line.port)) as doctor:
         code, (finding,) = link(doctor.address, capsys, "--transport", "tcp")
         assert (code, finding["level"]) == (1, "bad")
@@ -96,7 +97,7 @@ def test_pages_travel_between_doctors_and_a_line_that_is_slow_is_refused(capsys:
             findings = list(preflight.way_to(fast))
             assert [finding.level for finding in findings] == [Level.OK], (transport, findings)
         with grpc.insecure_channel(doctor.address) as channel, pytest.raises(grpc.RpcError, match="takes no pages"):
-            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=60))
+            next(link_pb2_grpc.LinkStub(channel).Connect(iter([link_pb2.LinkMessage()]), timeout=HANG_LIMIT_S))
     line.close()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cli.commands import COMMANDS
 from cli.main import main
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
@@ -46,7 +47,7 @@ def test_the_command_loads_neither_torch_nor_grpc() -> None:
         "import sys; import cli.main, cli.up, cli.status, cli.chat;"
         "sys.exit(int('torch' in sys.modules or 'grpc' in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_LIMIT_S).returncode == 0
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
@@ -58,4 +59,4 @@ def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
     process.stdout.close()
     with process.stderr:
         assert b"Traceback" not in process.stderr.read()
-    process.wait(60)
+    process.wait(HANG_LIMIT_S)

@@ -7,6 +7,7 @@ import pytest
 
 from cli.commands import COMMANDS
 from cli.man import ManSettings, run
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_no_line_is_a_request_by_mistake(page: str) -> None:
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 def test_groff_has_nothing_to_say_of_it(page: str) -> None:
     command = ["groff", "-K", "utf8", "-man", "-Tutf8", "-ww"]
-    done = subprocess.run(command, input=page, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, input=page, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S)
     assert done.stderr == ""
     plain = re.sub(".\x08", "", done.stdout)  # without what is struck twice to be bold
     for words in ("tandem.toml", "--http-port PORT\n", "--verbose, -v\n", "Default: on; --no-pin turns it off.\n"):

@@ -13,6 +13,7 @@ from cli.main import main
 from services.runtime import rpc
 from services.runtime.tls import Identity
 from tests.certificates import Authority
+from tests.waiting import HANG_LIMIT_S
 
 
 async def probe(*words: str) -> tuple[int, str]:
@@ -22,7 +23,7 @@ async def probe(*words: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    said, _ = await asyncio.wait_for(process.communicate(), HANG_LIMIT_S)
     assert process.returncode is not None
     return process.returncode, said.decode()
 

@@ -12,6 +12,7 @@ import pytest
 
 from cli.main import main
 from planning.simulator import html_report
+from tests.waiting import HANG_LIMIT_S
 
 TRACES = Path(__file__).resolve().parents[2] / "benchmarks" / "traces"
 MOONCAKE = str(TRACES / "mooncake_fast25_conversation.jsonl.gz")
@@ -156,7 +157,7 @@ def test_wrong_input_is_exit_code_2_and_says_what(
 
 def test_the_command_loads_neither_torch_nor_grpc() -> None:
     program = "import sys, cli.replay; sys.exit(int('torch' in sys.modules or 'grpc' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_LIMIT_S).returncode == 0
 
 
 def test_help_explains_the_flags(capsys: pytest.CaptureFixture[str]) -> None:

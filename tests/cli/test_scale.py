@@ -12,6 +12,7 @@ from cli.logs import LogsSettings
 from cli.scale import ScaleSettings
 from services.runtime.errors import ConfigError
 from tests.cli.test_up import ROOT, Cluster, wait_until
+from tests.waiting import HANG_LIMIT_S
 
 
 def test_a_number_must_be_given() -> None:
@@ -29,7 +30,7 @@ def test_a_running_cluster_takes_orders(tmp_path: Path, monkeypatch: pytest.Monk
 
         def tandem(*words: str) -> tuple[int, str, str]:
             command = [sys.executable, "-m", "cli.main", *words, "--url", url]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
             return done.returncode, done.stdout, done.stderr
 
         assert tandem("scale", "--decode", "2") == (0, "started: decode-1\ndrained: none\n", "")

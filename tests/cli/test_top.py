@@ -17,6 +17,7 @@ import pytest
 
 from cli.main import main
 from cli.top import CLOSE_SCREEN, MAX_TROUBLES, OPEN_SCREEN, bar, frame, sparkline
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,7 +161,7 @@ def test_an_error_is_a_line_and_an_exit_code(api: Any, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "error: an API key is needed; show one with --api-key (TANDEM_API_KEY)\n"
 
 
-def read_until(terminal: int, is_there: Callable[[bytes], object], timeout_s: float = 30.0) -> bytes:
+def read_until(terminal: int, is_there: Callable[[bytes], object], timeout_s: float = HANG_LIMIT_S) -> bytes:
     """Reads a terminal's output until it fits."""
     seen, deadline_s = b"", time.monotonic() + timeout_s
     while not is_there(seen):
@@ -210,7 +211,7 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         read_until(ours, has_long_frame)
         os.write(ours, key)
         read_until(ours, lambda seen: CLOSE_SCREEN.encode() in seen)
-        assert process.wait(60) == 0
+        assert process.wait(HANG_LIMIT_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from cli.main import main
 from tests.certificates import Authority
+from tests.waiting import HANG_LIMIT_S, wait_until
 
 # Stands in for `python -m gateway`: lists as ready whichever worker has written its pid into the folder.
 GATEWAY = """
@@ -119,15 +119,8 @@ class Cluster:
                 pids.append(int(entry.name))
         return pids
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = HANG_LIMIT_S) -> int:
         return self.process.wait(timeout_s)
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -210,7 +203,7 @@ def test_kill_9_takes_the_workers_along(start: Callable[..., Cluster]) -> None:
     assert cluster.ready_line()
     pids = [cluster.pid_of(name) for name in ("prefill-0", "decode-0", "decode-1")]
     cluster.process.kill()
-    wait_until(lambda: not any(pid in cluster.processes() for pid in pids), timeout_s=10)
+    wait_until(lambda: not any(pid in cluster.processes() for pid in pids))
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("gateway", "decode"), ("gateway", "prefill")])

@@ -15,6 +15,7 @@ from planning.autoscaler.decisions import Look, read_log
 from services.cluster.embedded_redis import EmbeddedRedis
 from tests.cli.test_up import Cluster, wait_until
 from tests.planning.autoscaler.copies import FREEZES, Copies, check_chain, copies_of
+from tests.waiting import HANG_LIMIT_S
 
 # Lists the workers that live, and counts requests at the rate that a file names since the gateway's start.
 GATEWAY = """
@@ -181,7 +182,7 @@ def test_copies_with_one_file_of_decisions_are_told_so(two_copies: tuple[Cluster
     first = copies.start("first")
     wait_until(lambda: first.acts)
     same = copies.start("first")
-    assert same.process.wait(60) == 2
+    assert same.process.wait(HANG_LIMIT_S) == 2
     assert "give each copy a file of its own (--decisions)" in same.log.read_text()
 
 

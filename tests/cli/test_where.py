@@ -10,6 +10,7 @@ from cli.main import main
 FOUND = {
     "id": "a/b c",
     "state": "decoding",
+    "last_state": "decoding",
     "attempt": 2,
     "gateway": "f" * 32,
     "prefill_worker": "",
@@ -26,6 +27,16 @@ def test_a_request_is_found_by_any_id(api: Any, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == said
     assert main(["where", "a/b c", "--url", api.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == FOUND
+
+
+def test_a_request_whose_gateway_died_is_interrupted(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted = FOUND | {"id": "a", "state": "interrupted", "last_state": "transferring"}
+    api.routes["GET /cluster/requests/a"] = (200, interrupted)
+    assert main(["where", "a", "--url", api.url]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"a: interrupted: its gateway {'f' * 32} died while it was transferring, attempt 2; prefill: "
+    )
 
 
 def test_a_request_that_is_not_known_is_an_error(api: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "client"))
 
 from tandem_client import AsyncClient, Client
 
+from tests.waiting import HANG_LIMIT_S
+
 SERVICES = ("tandem.v1.Inference", "tandem.v1.Cluster")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -56,7 +58,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
 
     async def until_called(self, number: int) -> Seen:
         """Waits for this call, counted from 1."""
-        async with self.called, asyncio.timeout(60):
+        async with self.called, asyncio.timeout(HANG_LIMIT_S):
             await self.called.wait_for(lambda: len(self.calls) >= number)
         return self.calls[number - 1]
 

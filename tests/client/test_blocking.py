@@ -7,11 +7,13 @@ from pathlib import Path
 
 from tandem_client import AsyncClient, Client
 
+from tests.waiting import HANG_LIMIT_S
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "blocking_client.py"
 
 
 def test_the_file_is_what_the_tool_writes() -> None:
-    done = subprocess.run([sys.executable, str(TOOL), "--check"], check=False, timeout=60)
+    done = subprocess.run([sys.executable, str(TOOL), "--check"], check=False, timeout=HANG_LIMIT_S)
     assert done.returncode == 0, "run tools/blocking_client.py"
 
 

@@ -29,11 +29,12 @@ from tandem_client import (
 
 from benchmarks.cluster import running_cluster
 from services.cluster.embedded_redis import EmbeddedRedis
-from tests.faults.harness import free_port
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "demo" / "model"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = HANG_LIMIT_S
 LONG = 300
 """Tokens of an answer that is not over before its gateway is killed."""
 
@@ -152,7 +153,7 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(world: World) -> N
     async with AsyncClient(world.address, retries=PATIENT) as client:
         async with client.stream(Request("def f(", max_tokens=LONG, ignore_eos=True)) as stream:
             await anext(aiter(stream))
-        async with client.watch_topology(timeout_s=30) as watch:
+        async with client.watch_topology(timeout_s=HANG_LIMIT_S) as watch:
             async for topology in watch:
                 workers = topology.workers
                 if topology.running == 0 and all(w.pages.used == w.pages.reserved == w.running == 0 for w in workers):
@@ -216,7 +217,7 @@ def example(name: str, *arguments: str, text: str = "") -> "subprocess.Popen[str
 def outcome(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Exit code, output and errors, once it has ended."""
     with process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_LIMIT_S)
     return process.returncode, out, err
 
 

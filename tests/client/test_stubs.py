@@ -11,6 +11,7 @@ from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 
 from protos import cluster_pb2 as server_cluster_pb2
 from protos import inference_pb2 as server_inference_pb2
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "client" / "tandem_client"
@@ -78,5 +79,5 @@ with tandem_client.Client("127.0.0.1:1") as client:
 
 def test_it_needs_only_grpcio_and_protobuf() -> None:
     bare = [sys.executable, "-c", _BARE, str(ROOT / "client")]
-    done = subprocess.run(bare, capture_output=True, text=True, timeout=60, check=False, cwd="/")
+    done = subprocess.run(bare, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False, cwd="/")
     assert (done.stdout, done.stderr) == ("False\n", "")

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import re
 import shutil
-import socket
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ import pytest
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK
 from tests.compat.programs import ENVIRONMENTS, python_with
+from tests.free_ports import free_port
 from tests.gateway.test_faults import refuse_full
 
 pytestmark = pytest.mark.deploy
@@ -24,12 +24,6 @@ SILENCE_S = 70.0
 LIMIT_S = 30.0
 MANY = 200
 """Tokens of an answer that no test waits for to the end, unless it gives them all."""
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def configuration(name, ports):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.faults.harness import REPOSITORY, FaultCluster, Program, free_port
+from tests.faults.harness import REPOSITORY, FaultCluster, Program
+from tests.free_ports import free_port
 
 COMPOSE = REPOSITORY / "deploy" / "compose"
 PODMAN_COMPOSE = REPOSITORY / ".tools" / "deploy" / "bin" / "podman-compose"

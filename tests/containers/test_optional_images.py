@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.containers.cluster import ContainerCluster, Podman, Unavailable, image_name
 from tests.containers.test_containers import say
-from tests.faults.harness import REPOSITORY, free_port
+from tests.faults.harness import REPOSITORY
+from tests.free_ports import free_port
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 

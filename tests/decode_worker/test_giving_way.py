@@ -11,6 +11,7 @@ from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
 from services.runtime.errors import RequestCancelled
 from tests.kept_spans import KeptSpans, events_of
+from tests.waiting import HANG_LIMIT_S
 from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
@@ -97,7 +98,7 @@ async def test_an_end_while_it_has_no_pages_leaves_nothing(make_bench: Make, how
     if how == "engine":
         assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
         with pytest.raises(RuntimeError, match="device"):
-            await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+            await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
         return
     if closing is not None:
         await closing
@@ -140,7 +141,7 @@ async def test_a_drain_waits_for_who_gave_way(make_bench: Make) -> None:
     bench.worker.begin_drain()
     idle = asyncio.create_task(bench.worker.wait_idle())
     bench.runner.gate.set()
-    await asyncio.wait_for(idle, 60)
+    await asyncio.wait_for(idle, HANG_LIMIT_S)
     await gateway.event("r", "finished")
     assert list(gateway.tokens("r").values()) == answer([2] * 6, FULL)
     await bench.until_free()

@@ -11,6 +11,7 @@ from protos import worker_pb2
 from services.runtime.errors import NoFreePages, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from services.runtime.telemetry import DECODE_SPAN
 from tests.kept_spans import KeptSpans
+from tests.waiting import settle
 from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
@@ -351,7 +352,7 @@ async def test_an_end_in_any_phase_of_a_move_leaves_nothing(make_bench: Make, ph
     bench.runner.gate.set()
     if phase == "sealing":
         if how != "engine":
-            await asyncio.sleep(0.03)
+            await settle()
             assert bench.allocator.num_used_pages >= 2, "a copy may still read them"
         (transfer,) = bench.links.transfers.values()
         await bench.until(lambda: transfer.abort_reason is not None)

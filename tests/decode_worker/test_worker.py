@@ -18,6 +18,7 @@ from services.runtime.errors import (
 from services.runtime.telemetry import DECODE_SPAN
 from services.scheduling.speedometer import MIN_STEPS
 from tests.kept_spans import KeptSpans
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.sessions import SessionLimits
 
 Make = Callable[..., Any]
@@ -245,7 +246,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     await gateway.event("r", "admitted")
     if phase == "reserving":
         reserving = asyncio.create_task(bench.worker.arrivals.reserve(transfer_id, 6))
-        await asyncio.sleep(0.01)
+        await settle()
         assert not reserving.done()
     if phase == "receiving":
         await bench.worker.arrivals.reserve(transfer_id, 6)
@@ -254,7 +255,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         await bench.worker.arrivals.reserve(transfer_id, 6)
         bench.runner.gate.clear()
         await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)
-        await asyncio.sleep(0.01)
+        await settle()
     match how:
         case "cancel":
             gateway.cancel("r")
@@ -273,7 +274,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         bench.runner.gate.set()
         if reserving is not None:
             await reserving
-        await asyncio.sleep(0.03)
+        await settle()
         assert bench.allocator.num_reserved_pages == 2, "the transfer may still write into them"
         with pytest.raises(TandemError):
             await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)
@@ -310,7 +311,7 @@ async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench
     for request_id in ("r", "waits"):
         assert (await gateway.event(request_id, "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
     with pytest.raises(RuntimeError, match="device"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
     gateway.admit("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
 
@@ -322,7 +323,7 @@ async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) ->
     await gateway.event("r", "finished")
     bench.allocator._num_in_state[0] -= 1
     with pytest.raises(InvariantViolated, match="page allocator"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
 
 
 async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(make_bench: Make) -> None:
@@ -331,14 +332,14 @@ async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(make_ben
     gateway.admit("r", [1] * 6)
     await gateway.event("r", "admitted")
     gateway.send(worker_pb2.DecodeCommand(drain=worker_pb2.DrainWorker()))
-    await asyncio.wait_for(bench.worker.drain_requested.wait(), 60)
+    await asyncio.wait_for(bench.worker.drain_requested.wait(), HANG_LIMIT_S)
     bench.worker.begin_drain()
     gateway.admit("late", [1])
     assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     idle = asyncio.create_task(bench.worker.wait_idle())
     await bench.hand_over("r", [1] * 6)
     await gateway.event("r", "finished")
-    await asyncio.wait_for(idle, 60)
+    await asyncio.wait_for(idle, HANG_LIMIT_S)
     await bench.until_free()
 
 
@@ -472,11 +473,11 @@ async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_be
         bench.worker.check_engine(0.5)
     bench.worker.check_engine(0.5)
     with pytest.raises(InvariantViolated, match="did not end"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
     gateway.admit("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
-    await asyncio.wait_for(bench.worker.close(), 60)
+    await asyncio.wait_for(bench.worker.close(), HANG_LIMIT_S)
 
 
 async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> None:
@@ -489,7 +490,7 @@ async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> N
     closing = asyncio.create_task(bench.worker.close())
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     bench.runner.gate.set()
-    await asyncio.wait_for(closing, 60)
+    await asyncio.wait_for(closing, HANG_LIMIT_S)
     assert not len(bench.worker._attempts)
     assert gateway.kinds("r").count("failed") == 1
 

@@ -37,11 +37,12 @@ from tests.faults.client import (
     http_generate,
     http_request,
 )
-from tests.faults.harness import FaultCluster, free_port
+from tests.faults.harness import FaultCluster
 from tests.faults.load import Clients, Load, Reference, Run, Spec, gap_around, make_specs, undisturbed
 from tests.faults.neighbour import FAIR_FACTOR, beside_busy_program
 from tests.faults.proxy import Proxy
 from tests.faults.report import Row, percentile, share
+from tests.free_ports import free_port
 
 RESUME_TIMEOUT_S = 20.0
 PLACEMENT_TIMEOUT_S = 5.0

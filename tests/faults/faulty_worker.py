@@ -5,6 +5,7 @@
 `{"corrupt": [kinds], "probability": p, "seed": n}` makes the sending side of a handoff lie between two SIGUSR2, at
 most once per transfer and only in first attempts; `{"hello": kind}` does so in the first hello to each peer;
 `{"poison": token id}` ends the process by SIGSEGV when it is given a prompt that begins with that token;
+`{"slow_step_s": seconds}` makes each step between two SIGUSR2 last that much longer;
 `{"watch": true}` tells what was counted and committed. What happens is told in lines of the log that
 begin with "faults: ".
 """
@@ -17,6 +18,7 @@ import os
 import random
 import signal
 import threading
+import time
 from typing import Any
 
 from kv_transfer import prefixes, receiving, sending
@@ -87,6 +89,8 @@ def install(plan: dict[str, Any]) -> None:
         _wrap_hello(plan["hello"])
     if "poison" in plan:
         _install_poison(int(plan["poison"]))
+    if "slow_step_s" in plan:
+        _slow_down(float(plan["slow_step_s"]))
 
 
 def say(*words: object) -> None:
@@ -350,6 +354,25 @@ def _install_poison(token_id: int) -> None:
 def _die_poisoned() -> None:
     say("poisoned")
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _slow_down(step_s: float) -> None:
+    """Delays each step by `step_s` after an odd number of SIGUSR2."""
+    prepare = runner.ModelRunner.prepare
+    is_slow = False
+
+    def toggle(number: int, frame: Any) -> None:
+        nonlocal is_slow
+        is_slow = not is_slow
+        say("slow" if is_slow else "fast")
+
+    def prepare_late(self: runner.ModelRunner, plan: StepPlan) -> runner.PreparedStep:
+        if is_slow:
+            time.sleep(step_s)
+        return prepare(self, plan)
+
+    signal.signal(signal.SIGUSR2, toggle)
+    runner.ModelRunner.prepare = prepare_late  # type: ignore[method-assign]
 
 
 def _name_of(task: asyncio.Task[Any]) -> str:

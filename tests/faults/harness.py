@@ -13,7 +13,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from services.cluster.keys import Keys
 from services.cluster.placements import ACTIVE
 from services.runtime.process import DIE_WITH_PARENT_ENV
 from tests.faults.client import Broken, Refused, http_json
+from tests.free_ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "demo" / "model"
@@ -347,13 +347,6 @@ class FaultCluster:
         program = Program(name, role, [*arguments, *extra], log, self.plans.get(name), self.netns.get(name, ""))
         self.programs[name] = program
         return program
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_free(worker: Mapping[str, Any]) -> bool:

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from protos import cluster_pb2, inference_pb2
 from tests.attack import http2
+from tests.fuzz.bounds import bound_json, bound_message, bounded_bytes, is_bounded, limits_of
+from tests.fuzz.plausible import Plausible
 from tests.fuzz.words import (
     ANSWERING_PATHS,
     ANTHROPIC_PATHS,
     API_PATHS,
     BLOCKS,
-    CONTEXT_TOKENS,
     EXTENSIONS,
     HEADER_VALUES,
     HEADERS,
@@ -77,9 +76,15 @@ class Inputs:
 
     seed: int
     _random: random.Random = field(init=False)
+    _plausible: Plausible = field(init=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._plausible = Plausible(self._random)
+
+    def learn(self, body: bytes) -> None:
+        """Takes ids from a response, for later requests. The order of responses changes the inputs."""
+        self._plausible.learn(body)
 
     # --- HTTP ---
 
@@ -88,9 +93,26 @@ class Inputs:
         kinds: tuple[Callable[[], HttpInput], ...] = (
             self._wrong_member, self._wrong_member, self._wrong_member, self._wrong_bytes, self._wrong_headers,
             self._wrong_line, self._wrong_framing, self._leaving, self._nested, self._wrong_form, self._wrong_chunks,
-            self._unfinished, self._pipelined, self._wrong_site,
+            self._unfinished, self._pipelined, self._wrong_site, *[self._nearly_right] * 14, self._rows,
         )  # fmt: skip
         return self._random.choice(kinds)()
+
+    def _nearly_right(self) -> HttpInput:
+        call = self._plausible.draw()
+        text = "" if call.body is None else json.dumps(call.body)
+        leaves = 200 if "stream=true" in call.path else None
+        data = self._request(call.method, call.path, text.encode("utf-8", "replace"))
+        return HttpInput(f"plausible {call.method} {call.path[:40]}", data, leaves=leaves)
+
+    def _rows(self) -> HttpInput:
+        """Uploads a file of requests for a batch."""
+        part = '--x\r\ncontent-disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+        parts = part.format("purpose", "", "batch") + part.format(
+            "file", '; filename="r.jsonl"', self._plausible.rows()
+        )
+        headers = [("content-type", "multipart/form-data; boundary=x")]
+        body = f"{parts}--x--\r\n".encode("utf-8", "replace")
+        return HttpInput("rows", self._request("POST", "/v1/files", body, headers=headers))
 
     def _body(self) -> tuple[str, dict[str, Any]]:
         one = self._random
@@ -101,7 +123,7 @@ class Inputs:
             return path, {"prompt": self._word()}
         if path == "/detokenize":
             return path, {"tokens": one.choices([0, 1, 77, 2**40], k=one.randint(0, 20))}
-        common: dict[str, Any] = {_limits_of(path)[0]: one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
+        common: dict[str, Any] = {limits_of(path)[0]: one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
         if one.random() < 0.3:
             common["stream"] = True
         if path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings"):
@@ -128,7 +150,7 @@ class Inputs:
             body[name] = self._random.choice(NUMBERS) if self._random.random() < 0.4 else self._random.choice(JUNK)
             if self._random.random() < 0.1:
                 del body[name]
-        _bound_json(path, body)
+        bound_json(path, body)
         text = json.dumps(body)
         if self._random.random() < 0.05:
             text = text[:-1] + ', "temperature": 1}'
@@ -141,7 +163,7 @@ class Inputs:
             data[self._random.randrange(len(data))] = self._random.choice([0, 0x22, 0x7B, 0x5D, 0x80, 0xFF, 0x5C, 0x2D])
         if self._random.random() < 0.3:
             del data[self._random.randrange(len(data)) :]
-        if not _is_bounded(path, bytes(data)):
+        if not is_bounded(path, bytes(data)):
             del data[-1:]
         return HttpInput("bytes", self._request("POST", path, bytes(data)))
 
@@ -340,7 +362,7 @@ class Inputs:
     def _message(self, method: str) -> tuple[str, bytes]:
         one = self._random
         if one.random() < 0.1:
-            return f"{method} random bytes", _bounded_bytes(one.randbytes(one.randint(1, 200)), method)
+            return f"{method} random bytes", bounded_bytes(one.randbytes(one.randint(1, 200)), method)
         if method in ("Generate", "GenerateUnary"):
             message: Any = inference_pb2.GenerateRequest(text=self._word())
             message.sampling.max_tokens = one.randint(1, MAX_TOKENS)
@@ -368,13 +390,13 @@ class Inputs:
         what = method
         for _ in range(one.randint(0, 3)):
             what += " " + self._spoil(message)
-        _bound_message(message)
+        bound_message(message)
         data = message.SerializeToString()
         if data and one.random() < 0.2:
             changed = bytearray(data)
             for _ in range(one.randint(1, 3)):
                 changed[one.randrange(len(changed))] = one.randrange(256)
-            return what + " flipped", _bounded_bytes(bytes(changed), method)
+            return what + " flipped", bounded_bytes(bytes(changed), method)
         return what, data
 
     def _chat(self) -> inference_pb2.ChatRequest:
@@ -426,64 +448,3 @@ class Inputs:
                 continue
             break
         return str(spoiled.name)
-
-
-def _limits_of(path: str) -> tuple[str, ...]:
-    """What the path calls the most tokens of an answer."""
-    return ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
-
-
-def _bound_json(path: str, body: dict[str, Any]) -> None:
-    """No valid request for many tokens."""
-    if path not in ANSWERING_PATHS:
-        return
-    limits = _limits_of(path)
-    for name in limits:
-        value = body.get(name, "absent")
-        if isinstance(value, int | float) and not isinstance(value, bool) and MAX_TOKENS < value <= CONTEXT_TOKENS:
-            body[name] = MAX_TOKENS
-    if all(body.get(name) is None for name in limits):
-        body[limits[0]] = 1
-    if isinstance(body.get("n"), int) and body["n"] > 20:
-        body["n"] = 10**6
-
-
-def _is_bounded(path: str, data: bytes) -> bool:
-    if path not in ANSWERING_PATHS:
-        return True
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return True
-    if not isinstance(body, dict):
-        return True
-    limit = body.get(_limits_of(path)[0])
-    return isinstance(limit, int) and limit <= MAX_TOKENS
-
-
-def _bound_message(message: Any) -> None:
-    if isinstance(message, inference_pb2.GenerateRequest | inference_pb2.ChatRequest):
-        sampling = message.sampling
-        if not sampling.HasField("max_tokens") or MAX_TOKENS < sampling.max_tokens <= CONTEXT_TOKENS:
-            sampling.max_tokens = MAX_TOKENS
-
-
-_GENERATING = {
-    "Generate": inference_pb2.GenerateRequest,
-    "GenerateUnary": inference_pb2.GenerateRequest,
-    "Chat": inference_pb2.ChatRequest,
-    "ChatUnary": inference_pb2.ChatRequest,
-}
-
-
-def _bounded_bytes(data: bytes, method: str) -> bytes:
-    """The bytes; where they happen to be a request, one for few tokens."""
-    kind: Any = _GENERATING.get(method)
-    if kind is None:
-        return data
-    try:
-        message = kind.FromString(data)
-    except DecodeError:
-        return data
-    _bound_message(message)
-    return message.SerializeToString()

@@ -1,8 +1,9 @@
 """`python -m tests.fuzz.run [--requests 100000]`: sends nonsense to a whole cluster, over HTTP and gRPC.
 
 Nothing may fail for a reason of ours: no process dies, no answer is an internal error or has no error object, nobody
-waits longer than --hang seconds for an answer, memory does not grow, and at the end a sound request is served as at the
-beginning. Exit code 1 otherwise. `--seed` repeats a run's inputs; the first inputs of each kind of trouble are printed.
+waits longer than --hang seconds for an answer, memory does not grow, no process logs an error, and at the end a sound
+request is served as at the beginning. 503 is sound only if the cluster is full. Exit code 1 otherwise. `--seed` repeats
+a run's inputs; the first inputs of each kind of trouble are printed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import json
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -59,6 +61,8 @@ SOUND_CODES = frozenset(
 )
 _OWN_CLIENTS_WORDS = "Internal error from Core"
 """What the client's own library says where the server has ended a call to which it is still writing."""
+FULL = b'"type":"overloaded_error"'
+"""In the body of a 503 for which the load is the reason, and not the request."""
 INTERNAL_WORDS = ("Traceback", 'File "', "Exception", "0x7f", ".py")
 
 
@@ -92,6 +96,8 @@ class Fuzzer:
         self._address = address
         self._grpc_address = grpc_address
         self._hang_s = hang_s
+        self.learn: Callable[[bytes], None] = lambda body: None
+        """Is called with the body of each 200."""
 
     async def http(self, given: HttpInput, outcome: Outcome) -> None:
         """One connection, one input."""
@@ -123,11 +129,13 @@ class Fuzzer:
         finally:
             writer.transport.abort()
         outcome.note(str(status), time.monotonic() - started_s)
+        if status == 200:
+            self.learn(body)
         self._judge(given, status, body, outcome)
 
     def _judge(self, given: HttpInput, status: int, body: bytes, outcome: Outcome) -> None:
         example = f"{given.what}: {_shown(given.data)} -> {status} {body[:300]!r}"
-        if status not in SOUND_STATUSES:
+        if status not in SOUND_STATUSES or (status == 503 and FULL not in body.replace(b" ", b"")):
             outcome.trouble(f"status {status}", example)
         is_of_api = given.data.startswith(_OF_API)
         members = {"message", "type"} | ({"code"} if not given.data.startswith(_OF_ANTHROPIC) else set())
@@ -281,6 +289,7 @@ async def fuzz(cluster: Cluster, settings: argparse.Namespace, progress: Callabl
     grpc_host, _, grpc_port = cluster.grpc.rpartition(":")
     fuzzer = Fuzzer((host, int(port)), hang_s=settings.hang, grpc_address=(grpc_host, int(grpc_port)))
     inputs = Inputs(settings.seed)
+    fuzzer.learn = inputs.learn
     outcomes = {}
     sound, pids = await _sound_answer(cluster), processes(cluster)
     for protocol in settings.protocols:
@@ -335,6 +344,20 @@ async def _sound_answer(cluster: Cluster) -> list[str]:
     return texts
 
 
+def errors_in(folder: Path) -> Counter[str]:
+    """Returns the messages that processes logged as errors, with how often each came."""
+    found: Counter[str] = Counter()
+    for path in folder.glob("*.log"):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
+                found[f"{path.stem}: {entry.get('message')} {entry.get('exception', '')[-300:]}"] += 1
+    return found
+
+
 def report(outcomes: dict[str, Outcome]) -> str:
     """What a reader wants to know."""
     lines = []
@@ -361,14 +384,18 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seed {settings.seed}", file=sys.stderr)
     # The pool has 8 MB: what is touched late in it is no growth that counts.
     flags = ["--threads", "1", "--kv-pages", "192", "--embeddings", "matryoshka"]
-    flags += ["--log-dir", str(settings.log_dir)] if settings.log_dir is not None else []
-    with running_cluster(*flags) as cluster:
-        outcomes = asyncio.run(fuzz(cluster, settings, lambda words: print(words, file=sys.stderr, flush=True)))
-        is_alive = cluster.process.poll() is None
+    with tempfile.TemporaryDirectory() as folder:
+        logs = settings.log_dir or Path(folder) / "logs"
+        with running_cluster(*flags, "--log-dir", str(logs)) as cluster:
+            outcomes = asyncio.run(fuzz(cluster, settings, lambda words: print(words, file=sys.stderr, flush=True)))
+            is_alive = cluster.process.poll() is None
+        errors = errors_in(logs)
     print(report(outcomes))
+    for message, count in errors.items():
+        print(f"TROUBLE {count} times in the log: {message}")
     if not is_alive:
         print("TROUBLE the cluster has ended")
-    return 0 if is_alive and not any(outcome.troubles for outcome in outcomes.values()) else 1
+    return 0 if is_alive and not errors and not any(outcome.troubles for outcome in outcomes.values()) else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import json
+import random
 import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from gateway.openapi.operations import OPERATIONS
 from protos import cluster_pb2, inference_pb2
 from tests.fuzz.inputs import HttpInput, Inputs
-from tests.fuzz.run import Fuzzer, Outcome, main
+from tests.fuzz.plausible import Plausible
+from tests.fuzz.run import Fuzzer, Outcome, errors_in, main
 from tests.fuzz.words import MAX_TOKENS
 
 
@@ -98,9 +102,11 @@ def _http(status: int, body: bytes) -> bytes:
         (_http(400, b"no"), "no error object"),
         (_http(400, b'{"error":{"message":"","type":"t","code":"c"}}'), "no error object"),
         (_http(500, b'{"error":{"message":"m","type":"t","code":"c"}}'), "status 500"),
+        (_http(503, b'{"error":{"message":"m","type":"t","code":"worker_unavailable"}}'), "status 503"),
+        (_http(503, b'{"error":{"message":"m","type":"overloaded_error","code":"c"}}'), None),
         (_http(307, b""), "status 307"),
         (_http(400, b'{"error":{"message":"Traceback","type":"t","code":"c"}}'), "internals shown"),
-        (_http(503, b'{"error":{"message":"internal error","type":"t","code":"c"}}'), "internal error"),
+        (_http(503, b'{"error":{"message":"internal error","type":"overloaded_error","code":"c"}}'), "internal error"),
         (b"", "no answer"),
         (None, "hangs"),
     ],
@@ -109,6 +115,20 @@ async def test_trouble_is_seen(answer: bytes | None, trouble: str | None) -> Non
     given = HttpInput("member n", b"POST /v1/completions HTTP/1.1\r\n\r\n")
     outcome = await _outcome(answer, given)
     assert list(outcome.troubles) == ([trouble] if trouble else [])
+
+
+def test_errors_in_logs_are_found(tmp_path: Path) -> None:
+    lines = [{"level": level, "message": "m"} for level in ("info", "warning", "error", "error")]
+    (tmp_path / "gateway.log").write_text("\n".join(["no JSON", "1", *map(json.dumps, lines)]))
+    assert errors_in(tmp_path) == {"gateway: m ": 2}
+
+
+def test_plausible_requests_use_the_ids_of_earlier_responses() -> None:
+    plausible = Plausible(random.Random(5))
+    plausible.learn(b'{"id": "resp_abc", "output": [{"id":"msg_def"}]}')
+    paths = {plausible.draw().path for _ in range(2000)}
+    assert "/v1/responses/resp_abc/cancel" in paths
+    assert any("/items/msg_def" in path for path in paths)
 
 
 def test_a_cluster_bears_nonsense(capsys: pytest.CaptureFixture[str]) -> None:

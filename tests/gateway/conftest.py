@@ -28,6 +28,7 @@ from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable, WorkerUnavailable
 from services.runtime.model_facts import ModelFacts
 from services.scheduling import health
+from tests.waiting import HANG_LIMIT_S
 from worker.sessions import Reports, Session, SessionServer, StepTokens, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
@@ -44,7 +45,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CONTEXT_TOKENS = 512
-HUNG_S = 60.0
+HUNG_S = HANG_LIMIT_S
 """What takes longer than this never ends, however busy the machine is."""
 VECTOR_SIZE = 4
 
@@ -442,6 +443,11 @@ class System:
                     return await self.gateway._journals._writer.flush()
                 except StoreUnavailable:
                     await asyncio.sleep(0.05)
+
+    def total(self, name: str) -> float:
+        """Returns the sum of the metrics whose name and labels begin with `name`."""
+        lines = self.gateway.metrics.render([]).decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = HUNG_S) -> None:
         """Waits for a condition that other tasks bring about."""

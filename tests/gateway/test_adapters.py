@@ -8,6 +8,7 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import Overloaded
+from tests.waiting import HANG_LIMIT_S
 
 ANSWER, SMALL_ANSWER = [20, 21, 1], [30, 1]
 ASKED = {"prompt": "hello world", "max_tokens": 20, "return_token_ids": True}
@@ -86,7 +87,7 @@ async def test_a_model_that_stands_in_answers_without_the_adapter(system, worker
     await system.add(worker_type("decode", "decode-large", refuses, model="large"))
     small = await system.add(worker_type("decode", "decode-small", answers_briefly, model="small"))
     body = {**ASKED, "model": "sql", "allow_fallback": True}
-    answer = await asyncio.wait_for(system.http.post("/v1/completions", json=body), 60)
+    answer = await asyncio.wait_for(system.http.post("/v1/completions", json=body), HANG_LIMIT_S)
     assert (answer.json()["model"], answer.headers["x-tandem-model"]) == ("small", "small")
     assert answer.json()["choices"][0]["token_ids"] == SMALL_ANSWER
     assert small.attempts[0].spec.adapter == ""

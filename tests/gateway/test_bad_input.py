@@ -35,6 +35,7 @@ from services.runtime import rpc, status
 from services.runtime.errors import InvalidRequest
 from services.scheduling.queue import RequestQueue
 from services.scheduling.routing.router import Router
+from tests.waiting import HANG_LIMIT_S
 
 OK = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
@@ -549,7 +550,7 @@ async def test_a_long_body_has_to_come_at_a_least_rate(system, monkeypatch, row)
         await system.until(lambda: bodies.num_bytes == num_bytes)
         if not is_refused:
             writer.write(b" ")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408" if is_refused else b"HTTP/1.1 200")
         assert bodies.num_bytes == 0
     finally:
@@ -606,7 +607,7 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
     head = LINE + b"content-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
         assert (await reader.read(4096)).startswith(b"HTTP/1.1 408")
     writer.close()
@@ -625,7 +626,7 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
     monkeypatch.setattr("gateway.http.protocol.HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HT")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         answers = await reader.read()
     assert answers.count(b"HTTP/1.1 200") == 1
     assert b"HTTP/1.1 408" in answers
@@ -649,7 +650,7 @@ async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, m
     await system.until(lambda: bool(decode.attempts))
     await asyncio.sleep(0.3)  # the time that is measured, several times over
     may_go_on.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         answers = await reader.read()
     assert answers.startswith(b"HTTP/1.1 200")
     assert answers.count(b"HTTP/1.1 408") == 1
@@ -749,7 +750,7 @@ async def check_wish_is_passed_over(system, request, taken):
 
 async def one_answer(reader) -> tuple[int, str]:
     """Status and text of the next answer of a connection."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         head = await reader.readuntil(b"\r\n\r\n")
         found = re.search(rb"content-length: (\d+)", head)
         answer = json.loads(await reader.readexactly(int(found[1])))
@@ -761,7 +762,7 @@ async def raw(system, sent: bytes, at_most: int = 4096) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     try:
         writer.write(sent)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             return await reader.read(at_most)
     finally:
         writer.close()
@@ -824,13 +825,13 @@ async def test_bad_grpc_request(system, row):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.GenerateUnary(inference_pb2.GenerateRequest(**fields), timeout=60)
+            await stub.GenerateUnary(inference_pb2.GenerateRequest(**fields), timeout=HANG_LIMIT_S)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         error = rpc.error_from_rpc(refused.value)
         assert isinstance(error, InvalidRequest)
         assert error.field == named
         assert named in refused.value.details() or row == "context"
-        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=60)).text == "ok"
+        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=HANG_LIMIT_S)).text == "ok"
 
 
 ODD_OVER_GRPC = {
@@ -849,7 +850,7 @@ ODD_OVER_GRPC = {
 async def test_odd_but_good_over_grpc(system, row):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         answer = await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
-            inference_pb2.GenerateRequest(**ODD_OVER_GRPC[row]), timeout=10
+            inference_pb2.GenerateRequest(**ODD_OVER_GRPC[row]), timeout=HANG_LIMIT_S
         )
     assert answer.usage.completion_tokens > 0
 
@@ -869,11 +870,11 @@ async def test_too_large_over_grpc(system, row):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}", **options) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.GenerateUnary(request, metadata=metadata, timeout=60)
+            await stub.GenerateUnary(request, metadata=metadata, timeout=HANG_LIMIT_S)
         assert refused.value.code() is code
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=60)).text == "ok"
+        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=HANG_LIMIT_S)).text == "ok"
 
 
 async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
@@ -881,7 +882,7 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
-                inference_pb2.GenerateRequest(text="a"), timeout=60
+                inference_pb2.GenerateRequest(text="a"), timeout=HANG_LIMIT_S
             )
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert refused.value.details() == "no decode worker is ready"
@@ -903,7 +904,7 @@ async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
         tracemalloc.stop()
     assert most_bytes < 20 * num_chunks
     writer.write(b"1\r\n \r\n0\r\n\r\n")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
     writer.close()
     await check_alive(system)
@@ -952,7 +953,7 @@ async def flooded(port, frames: bytes, *, until=(PING, LAST_PING), times: int = 
     said = bytearray()
     try:
         writer.write(PREFACE + frame(SETTINGS) + frames + frame(PING, LAST_PING))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while kinds_in(said).count(until) < times and (part := await reader.read(65536)):
                 said += part
     except ConnectionResetError:
@@ -1060,7 +1061,7 @@ async def test_floods_and_tricks_take_no_memory(model_folder, redis_url, cluster
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             port = json.loads(await process.stderr.readline())["grpc_port"]
         # The first connection pays for what the server keeps for all.
         await flooded(port, whole_call(1, call_head()))
@@ -1100,7 +1101,7 @@ async def said_to(system, head: bytes) -> bytes:
     said = b""
     try:
         writer.write(PREFACE + frame(SETTINGS) + call)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not any(kind in (HEAD, RESET, GOAWAY) for kind, _ in kinds_in(said)):
                 said += await reader.read(65536)
     finally:
@@ -1129,19 +1130,19 @@ async def test_broken_protobuf_and_unknown_model_over_grpc(system):
         for data in (b"\xff\xff\xff", b"\x1a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xfb\x07" * 10_000):
             call = channel.unary_unary("/tandem.v1.Inference/GenerateUnary")
             with pytest.raises(grpc.aio.AioRpcError) as broken:
-                await call(data, timeout=60)
+                await call(data, timeout=HANG_LIMIT_S)
             assert broken.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         stub = inference_pb2_grpc.InferenceStub(channel)
         for request in (
-            stub.GenerateUnary(inference_pb2.GenerateRequest(text="a", model="nope"), timeout=60),
-            stub.Tokenize(inference_pb2.TokenizeRequest(text="a", model="nope"), timeout=60),
-            stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nope"), timeout=60),
+            stub.GenerateUnary(inference_pb2.GenerateRequest(text="a", model="nope"), timeout=HANG_LIMIT_S),
+            stub.Tokenize(inference_pb2.TokenizeRequest(text="a", model="nope"), timeout=HANG_LIMIT_S),
+            stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nope"), timeout=HANG_LIMIT_S),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await request
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.aio.AioRpcError) as outside:
-            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=60)
+            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=HANG_LIMIT_S)
         assert outside.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError) as unimplemented:
             await channel.unary_unary("/tandem.v1.Inference/Nothing")(b"", timeout=60)
@@ -1161,7 +1162,7 @@ async def test_fault_of_our_own_shows_no_internals(system, monkeypatch, caplog):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
-                inference_pb2.GenerateRequest(text="a"), timeout=10
+                inference_pb2.GenerateRequest(text="a"), timeout=HANG_LIMIT_S
             )
     assert (failed.value.code(), failed.value.details()) == (grpc.StatusCode.INTERNAL, "internal error")
     monkeypatch.undo()

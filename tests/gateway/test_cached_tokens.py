@@ -12,7 +12,7 @@ from gateway.requests.call import Call
 from gateway.requests.tokens import TokenLog
 from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
-from services.runtime.errors import TransferFailed
+from services.runtime.errors import InternalError
 from services.runtime.page_keys import sharers
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -28,7 +28,7 @@ def prefill_finding(pair, *num_cached, fails=0):
     async def prefill(attempt):
         attempt.emit(worker_pb2.PrefillStarted(num_cached_tokens=num_cached[attempt.key[1] - 1]))
         if attempt.key[1] <= fails:
-            attempt.fail(TransferFailed("the channel broke"))
+            attempt.fail(InternalError("broken"))
             return
         attempt.tokens(0, pair.answer[:1])
         attempt.emit(worker_pb2.HandedOff(num_pages=1, num_bytes=64, exposed_s=0.001, transport="none"))

@@ -17,6 +17,7 @@ from services.runtime.breaker import Breaker
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import Overloaded, StoreUnavailable
 from services.scheduling.pools import Audience
+from tests.waiting import HANG_LIMIT_S
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -243,7 +244,7 @@ async def test_broken_stream_goes_on(make_system, worker_type, answer, headers, 
         # Its last tokens never reach Redis, as when the gateway was killed.
         first.gateway._journals._writer._task.cancel()
     events = Events()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await read(first, events, headers, stream_body(), num_tokens=4)
     await first.until(lambda: len(worker.cancelled) == 1)
     if "behind" not in where:
@@ -665,7 +666,7 @@ async def test_unread_answers_do_not_hold_up_the_end_of_a_gateway(make_system, w
     events = Events()
     reading = asyncio.create_task(read(system, events, {"x-request-id": "a"}, stream_body()))
     await system.until(lambda: len(events.tokens()) == 3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await system.gateway.stop()
         with contextlib.suppress(httpx.HTTPError):
             await reading

@@ -28,7 +28,7 @@ from services.runtime.errors import (
 )
 from services.scheduling.pools import Audience
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 from worker.sessions import StepTokens
 
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -185,8 +185,8 @@ async def test_failed_attempt_is_tried_again(make_system, worker_type, pair, err
     assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
     attempts = system.workers["decode-0"].attempts
     assert [attempt.key[1] for attempt in attempts] == [1, 2]
-    # Workers that do not fit are not paired again; the decode worker then does the whole work.
-    assert attempts[1].request.local_prefill == isinstance(error, LayoutMismatch)
+    # A pair that failed the request is not used again. The decode worker then does the whole work.
+    assert attempts[1].request.local_prefill == (not isinstance(error, InternalError))
     await system.until(lambda: attempts[0].key in system.workers["decode-0"].cancelled)
 
 
@@ -194,15 +194,14 @@ async def test_attempts_are_limited(make_system, worker_type, pair):
     system = await make_system()
 
     async def fails(attempt):
-        attempt.fail(TransferFailed("the handoff broke"))
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(WorkerUnavailable("no more"))
 
-    await system.add(worker_type("prefill", "prefill-0", fails))
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("decode", "decode-0", fails))
     response = await system.complete(max_tokens=100)
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == "transfer_failed"
+    assert response.json()["error"]["code"] == "worker_unavailable"
     assert len(system.workers["decode-0"].attempts) == 3
-    await system.until(lambda: len(system.workers["decode-0"].cancelled) == 3)
 
 
 async def test_gap_is_a_failure_and_never_shown(make_system, worker_type, pair, answer):
@@ -353,6 +352,30 @@ async def test_refused_prefill_goes_to_another_prefill_worker(make_system, worke
     assert len(system.workers["decode-0"].attempts) == 2
 
 
+async def refuse_as_invalid(attempt):
+    attempt.refuse(InvalidRequest("top_p is 0 but must be more"))
+
+
+async def test_invalid_for_one_worker_alone_is_served_by_another(make_system, worker_type, pair):
+    system = await make_system(routing="round_robin")
+    await system.add(worker_type("decode", "decode-0", refuse_as_invalid))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    responses = [await system.complete(max_tokens=100) for _ in range(2)]
+    assert [response.json()["choices"][0]["text"] for response in responses] == [ANSWER_TEXT] * 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+async def test_invalid_for_two_attempts_is_the_clients_error_and_not_tried_again(make_system, worker_type, num_workers):
+    system = await make_system(routing="round_robin")
+    for number in range(num_workers):
+        await system.add(worker_type("decode", f"decode-{number}", refuse_as_invalid))
+    response = await system.complete(max_tokens=100)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "refused_by_workers")
+    assert "top_p is 0 but must be more" in response.json()["error"]["message"]
+    assert "retry-after" not in response.headers
+    assert [len(worker.attempts) for worker in system.workers.values()] == [2] * num_workers
+
+
 async def test_full_cluster_queues_in_order_and_refuses_beyond_the_bound(make_system, worker_type, pair):
     system = await make_system(max_queued_requests=2)
     room, order = [], []
@@ -448,24 +471,10 @@ async def test_a_request_that_a_worker_calls_wrong_is_tried_elsewhere(
     assert wrong.attempts, "nothing went to the worker that refuses"
 
 
-async def test_a_request_that_every_worker_calls_wrong_is_not_the_clients_fault(make_system, worker_type):
-    system = await make_system()
-
-    async def refuses(attempt):
-        attempt.refuse(InvalidRequest(OUTSIDE, field="prompt"))
-
-    await system.add(worker_type("decode", "decode-0", refuses))
-    response = await system.complete()
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
-    assert len(system.workers["decode-0"].attempts) == 3
-
-
 async def test_no_decode_worker_is_said_at_once(make_system, worker_type, pair):
     system = await make_system()
     await system.add(worker_type("prefill", "prefill-0", pair.prefill))
-    watch = Stopwatch()
     response = await system.complete()
-    assert watch.elapsed_s() < 1.0
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
 
@@ -509,9 +518,7 @@ async def test_client_that_leaves_is_cancelled_on_the_worker(make_system, worker
     await system.until(lambda: bool(decode.attempts))
     await asyncio.sleep(0.05)
     request.cancel()
-    watch = Stopwatch()
     await system.until(lambda: decode.cancelled == [decode.attempts[0].key])
-    assert watch.elapsed_s() < 2.0
     await system.until(lambda: not system.gateway.requests.num_running)
     assert (await system.http.get("/cluster")).json()["requests"] == {"queued": 0, "running": 0}
 
@@ -548,11 +555,9 @@ async def test_leaving_one_of_several_choices_cancels_all(make_system, worker_ty
 async def test_deadline_ends_every_wait(make_system, worker_type, script):
     system = await make_system(max_request_s=0.4)
     await system.add(worker_type("decode", "decode-0", script))
-    watch = Stopwatch()
     response = await system.complete()
     assert response.status_code == 504
     assert response.json()["error"]["type"] == "timeout_error"
-    assert watch.elapsed_s() < 3.0
 
 
 async def test_deadline_in_mid_stream_is_an_event_and_no_done(make_system, worker_type, read_sse):
@@ -864,8 +869,8 @@ async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_fold
         await gateway.start()
         worker = worker_type("decode", "decode-0", pair.decode)
         await worker.start(redis.url, "away")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as http:
-            async with asyncio.timeout(60):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=HANG_LIMIT_S) as http:
+            async with asyncio.timeout(HANG_LIMIT_S):
                 while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110 - across sockets
                     await asyncio.sleep(0.02)
             redis.kill()
@@ -987,11 +992,6 @@ async def test_a_transfer_that_fails_is_tried_with_another_decode_worker_first(m
     assert [len(system.workers[f"decode-{number}"].attempts) for number in range(2)] == [1, 1]
 
 
-def total(system, name):
-    text = system.gateway.metrics.render([]).decode()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
-
 async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
         "gateway.requests.failover.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
@@ -1009,7 +1009,7 @@ async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_
     started_s = time.monotonic()
     answers = await asyncio.gather(*(system.complete(max_tokens=100) for _ in range(12)))
     assert [body.json()["choices"][0]["text"] for body in answers] == [ANSWER_TEXT] * 12
-    assert total(system, "tandem_delayed_retries_total") == 10
+    assert system.total("tandem_delayed_retries_total") == 10
     assert time.monotonic() - started_s >= 0.4
 
 
@@ -1020,10 +1020,10 @@ async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pai
     system = await make_system(max_request_s=0.5, failover_wait_s=60.0)
 
     async def fails(attempt):
-        attempt.fail(TransferFailed("the way broke"))
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(WorkerUnavailable("no more"))
 
-    await system.add(worker_type("prefill", "prefill-0", fails))
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("decode", "decode-0", fails))
     assert (await system.complete(max_tokens=100)).status_code == 504
 
 
@@ -1045,7 +1045,7 @@ async def test_deaths_do_not_draw_on_the_budget(make_system, worker_type, pair, 
     await system.add(worker_type("decode", "decode-1", pair.decode))
     for request in requests:
         assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
-    assert total(system, "tandem_delayed_retries_total") == 0
+    assert system.total("tandem_delayed_retries_total") == 0
 
 
 async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(make_system, worker_type, pair):
@@ -1068,7 +1068,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
     def num_asked():
         return sum(not attempt.key[0].startswith("trial-") for attempt in broken.attempts)
 
-    while total(system, "tandem_open_breakers") == 0:
+    while system.total("tandem_open_breakers") == 0:
         assert num_asked() < 3
         await ask()
     num_attempts = num_asked()
@@ -1076,7 +1076,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
         await ask()
     assert num_asked() == num_attempts
     is_broken = False
-    await system.until(lambda: not total(system, "tandem_open_breakers"))
+    await system.until(lambda: not system.total("tandem_open_breakers"))
     assert num_asked() == num_attempts, "the gateway tries it itself"
     await ask()
     await ask()
@@ -1099,7 +1099,7 @@ async def test_a_way_that_is_cut_is_gone_around(make_system, worker_type, pair):
         await system.add(worker_type("decode", f"decode-{number}", pair.decode))
     for _ in range(20):
         assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
-    assert len(tried) == 3
+    assert sum(not attempt.key[0].startswith("trial-") for attempt in tried) == 2
 
 
 async def test_the_last_worker_is_never_left_alone(make_system, worker_type, pair):
@@ -1143,7 +1143,7 @@ async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_sy
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")
     monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while session.is_up:
             time.sleep(0.4)  # noqa: ASYNC251
             await asyncio.sleep(0.3)
@@ -1175,7 +1175,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         sampling = inference_pb2.SamplingParams(max_tokens=100)
 
         async def call():
-            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=60)
+            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=HANG_LIMIT_S)
             return "".join([message.text async for message in stream])
 
         requests = [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
@@ -1186,7 +1186,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         assert (ready.status_code, ready.headers["connection"]) == (503, "close")
         requests += [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
         await system.until(lambda: len(decode.attempts) == 4)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while await _is_listening(system.gateway.http_port):  # noqa: ASYNC110 - across sockets
                 await asyncio.sleep(0.05)
         with pytest.raises(httpx.ConnectError):
@@ -1256,7 +1256,7 @@ async def test_grpc_health_tells_life_from_readiness(make_system, worker_type, p
             return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
         async def until(expected):
-            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=60)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=HANG_LIMIT_S)
             async for message in watch:
                 if message.status == expected:
                     watch.cancel()

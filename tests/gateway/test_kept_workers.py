@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 NUM_WAITING = 20
 
@@ -289,6 +290,6 @@ async def test_prompts_of_a_strict_pool_are_computed_in_it(make_pools, add, work
     assert pool == {"name": "slow", "classes": ["batch"], "min_prompt_tokens": 0, "rule": "strict"}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        topology = await stub.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=30)
+        topology = await stub.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=HANG_LIMIT_S)
     assert {worker.id: worker.pool for worker in topology.workers}["prefill-a"] == "slow"
     assert list(topology.pools) == [cluster_pb2.Pool(name="slow", classes=["batch"], rule="strict")]

@@ -19,7 +19,7 @@ from gateway.requests.call import AnswerSpec, Call
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import InternalError, Overloaded, WorkerUnavailable
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 NAMES = {
     "unnamed": {},
@@ -120,7 +120,7 @@ APIS = ["http_stream", "http_whole", "grpc_stream", "grpc_whole"]
 
 async def until_idle(system):
     requests = system.gateway.requests
-    assert await requests.wait_until_idle(timeout_s=60)
+    assert await requests.wait_until_idle(timeout_s=HANG_LIMIT_S)
     assert (requests.num_running, requests.num_queued) == (0, 0)
 
 
@@ -139,12 +139,10 @@ async def test_workers_are_told_when_the_client_leaves(make_system, worker_type,
     await system.until(lambda: all(len(worker.attempts) == calls.num_choices for worker in workers))
     await asyncio.sleep(0.05)
     assert not any(worker.cancelled for worker in workers)
-    stopwatch = Stopwatch()
     asking.cancel()
     for worker in workers:
         keys = {attempt.key for attempt in worker.attempts}
         await system.until(lambda worker=worker, keys=keys: set(worker.cancelled) == keys)
-    assert stopwatch.elapsed_s() < 1.5
     await until_idle(system)
     await asyncio.gather(asking, return_exceptions=True)
 
@@ -268,7 +266,7 @@ async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, w
         is_entered.clear()
         is_lost.clear()
         asking = asyncio.create_task(Calls(system, headers).http_stream())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             await is_entered.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -339,7 +337,7 @@ async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_sys
         headers = {"last-event-id": "mine/-,-,-,-"} if name == "with an id" else {}
         num_tokens = dict.fromkeys(range(4), 0)
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(HANG_LIMIT_S),
             system.http.stream(
                 "POST", "/v1/chat/completions", json=body, headers={**NAMES[name], **headers}
             ) as response,

@@ -59,7 +59,7 @@ def test_what_does_not_fit_into_the_context_is_refused(asked):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"top_p": 0}, "top_p is 0 but must be a number in (0, 1]"),
+        ({"top_p": 0}, "top_p is 0 but must be a number in [1.4013e-45, 1]"),
         ({"stop": [""]}, "stop[0] must be a text that is not empty"),
         ({"stop": ["a"] * 17}, "stop has 17 entries; the most is 16"),
         ({"stop_token_ids": [100]}, "stop_token_ids[0] is 100 but must be a token id in [0, 100)"),

@@ -16,6 +16,7 @@ from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import telemetry
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from tests.kept_spans import KeptSpans, events_of
+from tests.waiting import HANG_LIMIT_S
 
 LARGE_CONTEXT, SMALL_CONTEXT = 512, 64
 PROMPT = "hello world, naïve café"
@@ -349,7 +350,7 @@ async def test_a_full_queue_leads_to_the_next_model_at_once(two_models, worker_t
     system = await two_models(after_s=60.0, max_queued_requests=0)
     await add_decode(system, worker_type, "large", refuses)
     await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_LIMIT_S):
         answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=overloaded")
 
@@ -528,7 +529,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(two_mod
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await system.until(lambda: system.gateway.requests.num_queued == 0)
-    assert await system.gateway.requests.wait_until_idle(timeout_s=60)
+    assert await system.gateway.requests.wait_until_idle(timeout_s=HANG_LIMIT_S)
     assert large.attempts
 
 
@@ -837,7 +838,7 @@ async def test_what_another_model_answers_is_paid_once_and_as_that_model_counts(
     assert answer.headers["x-ratelimit-remaining-requests"] == "1"
     limits = system.gateway.door.key_file.keys.limits_of("acme")
     used = answer.json()["usage"]["total_tokens"]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while True:
             left = await system.gateway.limiter.take("acme", limits)
             if left.tokens.remaining >= 1000 - used:
@@ -858,7 +859,7 @@ async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_t
             await asyncio.sleep(0.02)
         return answer
 
-    async with asyncio.timeout(20):  # one request a minute would take longer
+    async with asyncio.timeout(HANG_LIMIT_S):  # one request a minute would take longer
         for _ in range(3):
             assert (await tried(429)).json()["error"]["code"] == "worker_unavailable"
         assert small.attempts
@@ -875,7 +876,7 @@ async def test_a_model_whose_workers_are_away_is_stood_in_for_at_once(two_models
     monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
     large.sessions.close()
     await system.until(lambda: system.gateway.topology.num_ready("decode", "large") == 0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_LIMIT_S):
         answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=unavailable")
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from protos import worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -96,7 +97,7 @@ async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobo
     if new_weights_come == "after":
         await system.until(lambda: system.gateway.requests.num_queued == 2)
         await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="new"))
-    assert (await asyncio.wait_for(other, 60)).json()["choices"][0]["token_ids"] == answer
+    assert (await asyncio.wait_for(other, HANG_LIMIT_S)).json()["choices"][0]["token_ids"] == answer
     assert len(full.attempts) == 1
     assert not begun.done()
     may_end.set()

@@ -9,6 +9,8 @@ import sys
 import httpx
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 
 async def start(*arguments):
     return await asyncio.create_subprocess_exec(
@@ -18,7 +20,7 @@ async def start(*arguments):
 
 async def run(*arguments):
     process = await start(*arguments)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         out, error = await process.communicate()
     return process.returncode, out.decode(), error.decode()
 
@@ -54,7 +56,7 @@ async def test_help_names_flags_and_variables():
 async def test_serves_until_a_signal_and_never_loads_torch(model_folder, redis_url, cluster_name, number):
     arguments = ["--model", str(model_folder), "--redis", redis_url, "--cluster", cluster_name]
     process = await start(*arguments, "--http-port", "0", "--grpc-port", "0", "--drain-s", "1")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         listening = json.loads(await process.stderr.readline())
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening['http_port']}") as http:
         assert (await http.get("/health")).status_code == 200
@@ -62,7 +64,7 @@ async def test_serves_until_a_signal_and_never_loads_torch(model_folder, redis_u
     with open(f"/proc/{process.pid}/maps") as maps:  # noqa: ASYNC230 - no disk is behind it
         assert not re.search(r"libtorch|_C\.cpython.*torch", maps.read())
     process.send_signal(number)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await process.communicate()
     assert process.returncode == 0
 

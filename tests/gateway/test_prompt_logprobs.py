@@ -12,6 +12,7 @@ from gateway.edge import grpc_api
 from gateway.openai.completions import CompletionWriter
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import WorkerUnavailable
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -111,8 +112,8 @@ async def test_long_answers_over_grpc_are_not_written_on_the_event_loop(system, 
                 token_ids=inference_pb2.TokenIds(ids=ids),
                 sampling=inference_pb2.SamplingParams(max_tokens=100, prompt_logprobs=0),
             )
-            await stub.GenerateUnary(request, timeout=60)
-            assert [message async for message in stub.Generate(request, timeout=60)]
+            await stub.GenerateUnary(request, timeout=HANG_LIMIT_S)
+            assert [message async for message in stub.Generate(request, timeout=HANG_LIMIT_S)]
     assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]
 
 
@@ -219,7 +220,7 @@ async def test_over_grpc_too_much_is_named_as_there(system, monkeypatch):
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[10, 11]), sampling=sampling)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.prompt_logprobs asks for 6"):
-            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=60)
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=HANG_LIMIT_S)
 
 
 async def test_they_come_once_when_the_worker_dies_after_the_first_token(make_system, worker_type, pair, answer):
@@ -280,7 +281,7 @@ async def test_over_grpc_they_come_with_the_first_message(system):
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        messages = [message async for message in stub.Generate(request, timeout=60)]
-        whole = await stub.GenerateUnary(request, timeout=60)
+        messages = [message async for message in stub.Generate(request, timeout=HANG_LIMIT_S)]
+        whole = await stub.GenerateUnary(request, timeout=HANG_LIMIT_S)
     assert [[entry.logprob for entry in message.prompt_logprobs] for message in messages[:2]] == [[-1.0, -2.0], []]
     assert [entry.logprob for entry in whole.prompt_logprobs] == [-1.0, -2.0]

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 SECRETS = {tenant: f"tandem-{tenant}-0123456789" for tenant in ("free", "held", "both")}
 RULES = {"held": ("eu",), "both": ("eu", "us")}
@@ -266,7 +267,7 @@ async def test_a_batch_that_is_held_is_worked_on_by_a_gateway_of_its_region_only
     here = await make(ttft_target_s=0.0, routing="round_robin")
     await here.until(lambda: here.gateway.topology.num_ready("decode") == 2)
     status = ""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while status != "completed":
             shown = await here.http.get(f"/v1/batches/{made.json()['id']}", headers=shows("free"))
             status = shown.json()["status"]
@@ -331,7 +332,7 @@ async def test_where_a_request_is_and_which_regions_workers_have_is_told(make_sy
         system.http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 3}, headers=headers)
     )
     found = {}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while found.get("decode_worker") != "decode-eu":
             answer = await system.http.get("/cluster/requests/r-2")
             found = answer.json() if answer.status_code == 200 else {}
@@ -339,8 +340,8 @@ async def test_where_a_request_is_and_which_regions_workers_have_is_told(make_sy
     assert found["regions"] == {"prefill": "", "decode": "eu"}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        place = await stub.Locate(cluster_pb2.LocateRequest(request_id="r-2"), timeout=30)
-        topology = await stub.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=30)
+        place = await stub.Locate(cluster_pb2.LocateRequest(request_id="r-2"), timeout=HANG_LIMIT_S)
+        topology = await stub.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=HANG_LIMIT_S)
     assert (place.prefill_region, place.decode_region) == ("", "eu")
     assert {worker.id: worker.region for worker in topology.workers} == {"decode-eu": "eu", "decode-us": "us"}
     eu.gate.set()

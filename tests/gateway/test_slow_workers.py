@@ -8,6 +8,7 @@ import pytest
 from protos import worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import watch_workers
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ async def under_way(system, worker_type, monkeypatch):
 async def silent_for(session, seconds):
     """Waits until the session has had no word from the worker for `seconds`, or is broken."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while session.is_up and session.has_spoken_since(loop.time() - seconds):  # noqa: ASYNC110 - nothing tells of silence
             await asyncio.sleep(0.02)
 

@@ -11,6 +11,7 @@ import pytest
 from gateway.topology.members import Topology
 from services.runtime import rpc
 from services.runtime.membership import Member
+from tests.waiting import HANG_LIMIT_S
 
 OURS, OTHERS = b"o" * 32, b"x" * 32
 
@@ -74,7 +75,7 @@ async def test_strangers_are_not_used_and_named_once(
     become(workers, "decode")
     async with looking_at(worker, redis_url, cluster_name) as topology:
         become(gateways, "gateway")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while num_tries < 3:  # noqa: ASYNC110 - what is waited for is other code's state
                 await asyncio.sleep(0.01)
         assert topology.num_ready("decode") == 0
@@ -94,7 +95,7 @@ async def test_a_member_is_used(
     become(OURS, "decode")
     async with looking_at(worker, redis_url, cluster_name) as topology:
         become(OURS, "gateway")
-        async with asyncio.timeout(60), contextlib.aclosing(topology.changes()) as changes:
+        async with asyncio.timeout(HANG_LIMIT_S), contextlib.aclosing(topology.changes()) as changes:
             async for _ in changes:
                 if topology.num_ready("decode") == 1:
                     break

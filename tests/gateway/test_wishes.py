@@ -15,6 +15,7 @@ from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_g
 from services.runtime.errors import InvalidRequest
 from services.scheduling.entry import UNSAID_S
 from services.scheduling.overload import Targets
+from tests.waiting import HANG_LIMIT_S
 
 MODES = {name: getattr(cluster_pb2, f"PREFILL_CHOICE_{name.upper()}") for name in ("auto", "local", "remote")}
 
@@ -112,7 +113,7 @@ async def ask(system, number, headers=None, **body):
 async def test_who_waits_beyond_its_own_time_is_told_so(full):
     system, script = await full()
     for headers, body in (({"x-request-timeout-ms": "300"}, {}), ({}, {"request_timeout_ms": 300})):
-        answer = await asyncio.wait_for(ask(system, 6, headers, **body), 60)
+        answer = await asyncio.wait_for(ask(system, 6, headers, **body), HANG_LIMIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     both = await ask(system, 6, {"x-request-timeout-ms": "300"}, request_timeout_ms=400)
     assert (both.status_code, both.json()["error"]["param"]) == (400, "request_timeout_ms")
@@ -176,7 +177,7 @@ async def test_each_request_may_say_who_computes_its_prompt(make_system, pair_ty
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5]))
         request.sampling.max_tokens = 4
         await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
-            request, metadata=(("x-tandem-prefill", "local"),), timeout=10
+            request, metadata=(("x-tandem-prefill", "local"),), timeout=HANG_LIMIT_S
         )
     assert system.workers["decode-0"].attempts[-1].request.local_prefill
 
@@ -193,7 +194,9 @@ async def test_an_operator_chooses_for_all_others_while_it_runs(make_system, pai
         cluster = cluster_pb2_grpc.ClusterStub(channel)
 
         async def choose(name):
-            return (await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(choice=MODES[name]), timeout=60)).before
+            return (
+                await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(choice=MODES[name]), timeout=HANG_LIMIT_S)
+            ).before
 
         with caplog.at_level(logging.INFO, logger="gateway.edge.grpc_cluster"):
             assert await choose("local") == MODES["auto"]
@@ -203,11 +206,13 @@ async def test_an_operator_chooses_for_all_others_while_it_runs(make_system, pai
         assert not await is_local({"x-tandem-prefill": "remote"})
         assert not await is_local({"x-tandem-prefill": "auto"}), "as the flag has it"
         assert (await system.http.get("/cluster")).json()["prefill"] == "local"
-        assert (await cluster.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=60)).prefill == MODES["local"]
+        assert (await cluster.GetTopology(cluster_pb2.GetTopologyRequest(), timeout=HANG_LIMIT_S)).prefill == MODES[
+            "local"
+        ]
         assert await choose("auto") == MODES["local"]
         assert not await is_local()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(), timeout=60)
+            await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(), timeout=HANG_LIMIT_S)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -261,6 +266,6 @@ async def test_only_keys_that_may_choose_do(make_system, pair_type, tmp_path):
             ("chooser", grpc.StatusCode.PERMISSION_DENIED),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await cluster.SetPrefill(request, metadata=tuple(shows(name).items()), timeout=60)
+                await cluster.SetPrefill(request, metadata=tuple(shows(name).items()), timeout=HANG_LIMIT_S)
             assert caught.value.code() == code
-        await cluster.SetPrefill(request, metadata=tuple(shows("admin").items()), timeout=60)
+        await cluster.SetPrefill(request, metadata=tuple(shows("admin").items()), timeout=HANG_LIMIT_S)

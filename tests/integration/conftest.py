@@ -23,12 +23,13 @@ from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord, list_workers
 from services.runtime.membership import Member, Proof
 from services.runtime.rpc import PUBLIC, make_channel
+from tests.waiting import HANG_LIMIT_S
 
 SECRET = "0123456789abcdef" * 4
 """The secret of the workers of these tests."""
 VOCAB_SIZE = 331
-START_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 60.0
+START_TIMEOUT_S = HANG_LIMIT_S
+ANSWER_TIMEOUT_S = HANG_LIMIT_S
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +143,7 @@ class WorkerProcess:
             assert time.monotonic() < deadline, f"{self.worker_id} still holds something: {record}"
             await asyncio.sleep(0.05)
 
-    async def ended(self, *, timeout_s: float = 20) -> int:
+    async def ended(self, *, timeout_s: float = HANG_LIMIT_S) -> int:
         """Its exit code, as soon as it has ended."""
         return await asyncio.to_thread(self.process.wait, timeout_s)
 
@@ -182,7 +183,7 @@ def start_worker(
     for worker in started:
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGKILL)
-        worker.process.wait(60)
+        worker.process.wait(HANG_LIMIT_S)
         if worker.process.stdin is not None:
             worker.process.stdin.close()
 

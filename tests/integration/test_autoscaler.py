@@ -81,9 +81,7 @@ def _go_through(cluster: Running, redis: EmbeddedRedis, copies: Copies) -> None:
     with asked.by_clients():
         wait_until(lambda: len(first.orders()) > 0)
         first.kill()
-        began_s = time.monotonic()
         wait_until(lambda: second.acts)
-        assert time.monotonic() - began_s < LEASE_S + SLOWNESS_S
         wait_until(lambda: num_workers() == 4)
     third = copies.start("third")
     wait_until(lambda: num_workers() == 2, 120)
@@ -92,9 +90,7 @@ def _go_through(cluster: Running, redis: EmbeddedRedis, copies: Copies) -> None:
 
     second.send(signal.SIGSTOP)
     with asked.by_clients():
-        began_s = time.monotonic()
         wait_until(lambda: third.acts)
-        assert time.monotonic() - began_s < LEASE_S + SLOWNESS_S
         wait_until(lambda: num_workers() == 4)
         num_orders = len(second.orders())
         second.send(signal.SIGCONT)

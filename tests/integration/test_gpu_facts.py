@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 Start = Callable[..., Any]
 
 ON_A_GPU = """
@@ -33,7 +35,7 @@ async def test_gateways_hear_what_the_gpu_of_a_worker_says(start_worker: Start, 
     await worker.until_state("ready")
     await gateway.connect(**{role: (worker.address, worker.incarnation)})
     session = getattr(gateway, role)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while not session.gpus:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.05)
     assert (session.gpus[0].temperature_c, session.gpus[0].total_bytes) == (41.0, 85_520_809_984)

@@ -19,11 +19,12 @@ from tests.faults.load import make_specs
 from tests.faults.report import table
 from tests.limited_redis import LimitedRedis
 from tests.sentinels import SentinelSet, sentinel_set
+from tests.waiting import HANG_LIMIT_S
 
 OPTIONS = cases.Options(seed=7, is_quiet=True)
 ROWS = 6
-BATCH_TIMEOUT_S = 60.0
-FAILOVER_S = 20.0
+BATCH_TIMEOUT_S = HANG_LIMIT_S
+FAILOVER_S = HANG_LIMIT_S
 """Most time until each gateway writes to the next primary."""
 
 

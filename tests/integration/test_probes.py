@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,16 +13,13 @@ import pytest
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import WorkerLease, new_incarnation
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
-LIMIT_S = 60
+LIMIT_S = HANG_LIMIT_S
 Start = Callable[..., Any]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 async def probe(address: str) -> tuple[bool, bool]:
@@ -108,7 +104,7 @@ class Programs:
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(60)
+            process.wait(HANG_LIMIT_S)
 
 
 @pytest.fixture

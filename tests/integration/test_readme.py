@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,7 @@ def cluster(tmp_path_factory):
         yield ready[1], ready[2]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_LIMIT_S)
         log.close()
 
 
@@ -63,7 +65,7 @@ def paste(command: str, cluster: tuple[str, str], **more: str) -> str:
     environ = {**os.environ, "TANDEM_URL": f"http://{cluster[0]}", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=HANG_LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -117,7 +119,7 @@ def test_the_python_of_the_client_prints_an_answer(cluster) -> None:
     program = program.replace("127.0.0.1:50051", cluster[1])
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "client")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True
     )
     assert done.stdout.strip()
 
@@ -126,7 +128,7 @@ def test_the_python_of_the_client_prints_an_answer(cluster) -> None:
 def test_the_python_without_a_server_prints_an_answer(start: str) -> None:
     (program,) = [text for language, text in BLOCKS if language == "python" and text.startswith(start)]
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True
     )
     assert done.stdout.strip()
 
@@ -136,5 +138,7 @@ def test_the_replay_writes_its_report(tmp_path: Path) -> None:
     command = command.replace(".venv/bin/tandem", str(BIN / "tandem")).replace(
         "ladder.html", str(tmp_path / "ladder.html")
     )
-    subprocess.run(["bash", "-c", f"{command} --limit 100"], cwd=ROOT, capture_output=True, timeout=100, check=True)
+    subprocess.run(
+        ["bash", "-c", f"{command} --limit 100"], cwd=ROOT, capture_output=True, timeout=HANG_LIMIT_S, check=True
+    )
     assert "<svg" in (tmp_path / "ladder.html").read_text()

@@ -30,12 +30,14 @@ from protos import (
 from services.runtime import rpc
 from services.runtime.tls import Identity, TlsFiles
 from tests.certificates import Authority, serial_of
+from tests.free_ports import free_port
 from tests.integration.conftest import ScriptedGateway, WorkerProcess
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TANDEM = [sys.executable, "-m", "cli.main"]
-TIMEOUT_S = 30.0
-START_TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_LIMIT_S
+START_TIMEOUT_S = HANG_LIMIT_S
 LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True, "avx2")
 ROLES = ("gateway", "prefill", "decode")
 
@@ -92,7 +94,7 @@ class SecureCluster:
         command = [*TANDEM, arguments[0], "--url", self.url, *arguments[1:]]
         given = {"TANDEM_TLS_CA": str(ca or self.authority.path)}
         return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ | given
+            command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False, env=os.environ | given
         )
 
     def dial(self, address: str, shown: TlsFiles | None = None, *, ca: Path | None = None) -> grpc.Channel:
@@ -102,15 +104,10 @@ class SecureCluster:
 
     def stop(self) -> int:
         self.process.terminate()
-        code = self.process.wait(60)
+        code = self.process.wait(HANG_LIMIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from cli.main import main
 from services.runtime.tls import TlsFiles, client_context
 from tests.certificates import Authority
 from tests.faults.harness import FaultCluster, Program
+from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_LIMIT_S
 pytestmark = pytest.mark.timeout(300)
 RAW_LINE = re.compile(r"^[IWEF]\d{4} ")
 """As gRPC's core writes."""
@@ -43,7 +44,7 @@ class Watched:
 
     def get(self, path: str) -> str:
         context = None if self._ca is None else client_context(None, None, self._ca)
-        with urllib.request.urlopen(self.url + path, timeout=10, context=context) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=HANG_LIMIT_S, context=context) as answer:
             return str(answer.read().decode())
 
     def shown(self) -> Any:

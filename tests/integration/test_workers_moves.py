@@ -11,6 +11,7 @@ import pytest
 
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tests.waiting import HANG_LIMIT_S
 
 VOCAB_SIZE = 331
 MAX_TOKENS = 120
@@ -106,7 +107,7 @@ async def generate_moving(gateway: Any, request_id: str, source: random.Random, 
     while True:
         # A busy machine may be done with the answer before this process has its turn again.
         num_tokens = source.choice((0, 1, 2, 7, 30)) if answered.num_moves >= 3 else 0
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while len(attempt.tokens) < num_tokens and not {"finished", "failed"} & set(attempt.events):
                 attempt.changed.clear()
                 await attempt.changed.wait()

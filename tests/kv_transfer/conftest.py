@@ -32,6 +32,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.rpc import make_server
+from tests.waiting import HANG_LIMIT_S, until
 
 
 def make_pool(
@@ -127,7 +128,7 @@ class Pair:
     num_started: int = 0
 
     async def ask(
-        self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = 20.0
+        self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = HANG_LIMIT_S
     ) -> SendTransfer:
         self.num_started += 1
         transfer_id = TransferId(request_id or f"request-{self.num_started}", attempt)
@@ -136,7 +137,7 @@ class Pair:
         )
 
     async def reserve(
-        self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = 20.0
+        self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = HANG_LIMIT_S
     ) -> SendTransfer:
         self.num_started += 1
         transfer_id = TransferId(request_id or f"request-{self.num_started}", attempt)
@@ -176,19 +177,13 @@ class Pair:
 
     async def wait_all_free(self) -> None:
         """The receiver holds nothing: everything was released or committed."""
-        await eventually(lambda: not self.target.held and self.receiver.num_transfers == 0)
+        await until(lambda: not self.target.held and self.receiver.num_transfers == 0)
         counts = self.target.allocator.counts()
         assert counts.reserved == 0
         self.target.allocator.check_integrity()
 
 
 PairMaker = Callable[..., Awaitable[Pair]]
-
-
-async def eventually(condition: Callable[[], bool], *, within_s: float = 18.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is other code's state
-            await asyncio.sleep(0.005)
 
 
 def identity(

@@ -23,7 +23,8 @@ from kv_transfer.send_link import SendTransfer
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel
 from services.runtime.errors import TransferFailed, WorkerUnavailable
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, tokens_of
+from tests.kv_transfer.conftest import Pair, PairMaker, tokens_of
+from tests.waiting import HANG_LIMIT_S, until
 
 TRANSPORTS = ("shm", "tcp")
 TABLE = [8, 7, 6, 5, 0, 1, 2, 3, 4]  # frames hold pages 8 7 6 5, then 0 1 2 3, then 4
@@ -125,7 +126,7 @@ async def _fails_and_recovers(pair: Pair) -> None:
     """A transfer is under way that must not succeed; after it everything is as before."""
     with pytest.raises(FAILURES):
         await _hand_over(pair)
-    await eventually(lambda: _count(pair) > 0)
+    await until(lambda: _count(pair) > 0)
     assert not pair.target.committed, "committed in spite of the damage"
     await pair.wait_all_free()
     await _works_again(pair)
@@ -149,7 +150,7 @@ async def _each(cases: Iterable[Any], run: Callable[[Any], Awaitable[None]], *, 
     async def one(case: Any) -> None:
         async with turns:
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(HANG_LIMIT_S):
                     await run(case)
             except (Exception, pytest.fail.Exception) as error:
                 raise AssertionError(f"case {case}: {error!r}") from error
@@ -303,7 +304,7 @@ async def test_a_slot_that_is_announced_again_ends_the_channel(make_pair: PairMa
         pair.assert_arrived(transfer, TABLE, NUM_TOKENS)
         pair.target.allocator.release(pair.target.committed.pop(transfer.id))
     assert not pair.target.committed
-    await eventually(lambda: _count(pair) > 0)
+    await until(lambda: _count(pair) > 0)
     await pair.wait_all_free()
     await _works_again(pair)
 
@@ -325,12 +326,12 @@ async def test_recorded_frames_with_new_numbers_are_not_what_was_sealed(
     await _damage_frames(pair, lambda _: record)
     transfer = await pair.reserve(NUM_TOKENS)
     transfer.send(0, other_table)
-    await eventually(lambda: len(recorded) == 3)
+    await until(lambda: len(recorded) == 3)
     await transfer.abort(TransferFailed("it was only to be recorded"))
     await pair.wait_all_free()
     if not same_link:
         (await next(iter(pair.links._links.values()))).fail(WorkerUnavailable("the Link is made anew"))
-        await eventually(lambda: not pair.receiver._links)
+        await until(lambda: not pair.receiver._links)
         await (await pair.reserve(16)).abort(TransferFailed("only to make the Link"))
 
     def replay(header: bytes, payload: bytes) -> list[tuple[bytes, bytes]]:
@@ -397,11 +398,11 @@ async def test_a_forged_message_commits_nothing(
     _forge_messages(link, lambda message: [_changed(message, **fields)] if isinstance(message, kind) else [message])
     with pytest.raises(FAILURES):
         await _hand_over(pair)
-    await eventually(lambda: pair.receiver.counters[reason] == 1)
+    await until(lambda: pair.receiver.counters[reason] == 1)
     assert not pair.target.committed
     await pair.wait_all_free()
     link.fail(WorkerUnavailable("the forger is gone"))
-    await eventually(lambda: not pair.receiver._links)
+    await until(lambda: not pair.receiver._links)
     await pair.assert_works()
 
 

@@ -8,7 +8,8 @@ from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.receiver import ReceiverLink
 from kv_transfer.protocol.sender import SenderLink
 from services.runtime.errors import RequestCancelled, TandemError
-from tests.kv_transfer.conftest import PairMaker, eventually
+from tests.kv_transfer.conftest import PairMaker
+from tests.waiting import HANG_LIMIT_S, until
 
 
 def contradict(*args: object, **more: object) -> None:
@@ -24,12 +25,12 @@ async def test_an_answer_that_is_lost_holds_no_page(
     with monkeypatch.context() as patch:
         patch.setattr(machine, event, contradict)
         transfer.send(0, [1, 2])
-        await eventually(lambda: transfer.error is not None)
-    async with asyncio.timeout(15):
+        await until(lambda: transfer.error is not None)
+    async with asyncio.timeout(HANG_LIMIT_S):
         await transfer.abort(RequestCancelled("it is over"))
     assert transfer.released.is_set()
     await pair.wait_all_free()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await pair.links.close()
 
 
@@ -39,8 +40,8 @@ async def test_one_transfers_trouble_does_not_keep_the_others_from_ending(make_p
     link = one._link
     del link._handles[one.id]
     link._loop.call_soon(link._tell, lambda: link._handles[one.id])
-    await eventually(lambda: isinstance(other.error, TandemError))
-    async with asyncio.timeout(15):
+    await until(lambda: isinstance(other.error, TandemError))
+    async with asyncio.timeout(HANG_LIMIT_S):
         await other.released.wait()
         await pair.links.close()
     await pair.wait_all_free()
@@ -52,5 +53,5 @@ async def test_a_link_that_ends_in_order_is_no_broken_channel(make_pair: PairMak
     pages = pair.allocator.allocate(3, state="used")
     await pair.hand_over(pages, 3 * pair.source.layout.page_size)
     await pair.links.close()
-    await eventually(lambda: not pair.receiver._links)
+    await until(lambda: not pair.receiver._links)
     assert pair.receiver.counters.snapshot() == {Reason.LINK_LOST: 1}

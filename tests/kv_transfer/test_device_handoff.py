@@ -11,8 +11,9 @@ from kv_transfer.protocol.counters import Reason
 from kv_transfer.transports.cuda_ipc import CudaIpcReceiveChannel
 from kv_transfer.transports.nccl import NcclReceiveChannel
 from services.runtime.errors import TransferFailed, WorkerUnavailable
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, make_pool
+from tests.kv_transfer.conftest import Pair, PairMaker, make_pool
 from tests.kv_transfer.transports import models
+from tests.waiting import until
 
 TABLE = [31, 4, 5, 6, 50, 2, 9, 60, 0]
 
@@ -98,7 +99,7 @@ async def test_a_channel_that_breaks_is_made_again(make_pair: PairMaker, transpo
         await hand_over()
     await transfer.released.wait()
     await pair.wait_all_free()
-    await eventually(lambda: not pair.links._links)
+    await until(lambda: not pair.links._links)
     await pair.assert_works()
     (send_link,) = [task.result() for task in pair.links._links.values()]
     assert send_link._opened.channel is not first

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kv_transfer.device_pages import DevicePages, can_hold, word_sums
 from services.engine.cache.pool import PageLayout, PagePool
 from tests.kv_transfer.conftest import make_pool
+from tests.waiting import HANG_LIMIT_S
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -132,7 +133,7 @@ print("as it should be")
 def run_python(program: str, **environment: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, check=False
+        command, capture_output=True, text=True, timeout=HANG_LIMIT_S, env={**os.environ, **environment}, check=False
     )
     assert done.stdout.strip() == "as it should be", done.stderr
 

@@ -19,7 +19,8 @@ from services.runtime.errors import WorkerUnavailable
 from services.scheduling.links import DOUBT_S, Carried, LinkMeters
 from services.scheduling.prediction import LinkSpeed
 from tests.examples import examples
-from tests.kv_transfer.conftest import PairMaker, eventually
+from tests.kv_transfer.conftest import PairMaker
+from tests.waiting import until
 
 MBIT = 125_000
 
@@ -111,12 +112,12 @@ async def test_a_recovered_link_is_noticed_while_nothing_is_sent(doubts: Any) ->
     await asyncio.sleep(0.02)
     assert not prober.asked
     clock.now_s = DOUBT_S
-    await eventually(lambda: len(prober.asked) == 1)
+    await until(lambda: len(prober.asked) == 1)
     assert meters.to("decode-0").speed(clock.now_s).bytes_per_s == pytest.approx(30 * MBIT, rel=0.1)
     prober.link = LinkSpeed(0.001, 1e9)
     clock.now_s = 2 * DOUBT_S + 0.1
-    await eventually(lambda: len(prober.asked) == 2)
-    await eventually(lambda: meters.to("decode-0").speed(clock.now_s).bytes_per_s > 5e8)
+    await until(lambda: len(prober.asked) == 2)
+    await until(lambda: meters.to("decode-0").speed(clock.now_s).bytes_per_s > 5e8)
     assert prober.asked == [(("there", "i"), "tcp")] * 2
 
 
@@ -130,12 +131,12 @@ async def test_a_receiver_that_is_gone_is_forgotten_and_a_devices_channel_is_not
     made.note("decode-1", ("there", "j"), "nccl")
     for number in range(1, 4):
         clock.now_s += 10.0
-        await eventually(lambda number=number: len(prober.asked) == number)
-    await eventually(lambda: not made._receivers)
+        await until(lambda number=number: len(prober.asked) == number)
+    await until(lambda: not made._receivers)
     assert {key for key, _ in prober.asked} == {("there", "i")}
     made.note("decode-0", ("there", "k"), "tcp")
     clock.now_s += 10.0
-    await eventually(lambda: len(prober.asked) == 4)
+    await until(lambda: len(prober.asked) == 4)
 
 
 async def test_a_real_link_is_tried_again_with_little_traffic(
@@ -150,7 +151,7 @@ async def test_a_real_link_is_tried_again_with_little_traffic(
     (link,) = pair.links.peer_links()
     assert (link.worker_id, link.underway_bytes) == ("decode-0", 0)
     # A small handoff tells no latency: that is what the probe is for.
-    await eventually(lambda: pair.links.meters.to("decode-0").opinion.has_latency)
+    await until(lambda: pair.links.meters.to("decode-0").opinion.has_latency)
     (told,) = pair.links.peer_links()
     assert told.speed.bytes_per_s > 1e6
     transfer = await pair.hand_over([4, 2, 7], 40)

@@ -25,16 +25,19 @@ from kv_transfer.transports.base import Bytes, SendChannel
 from kv_transfer.transports.registry import transport_named
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
+    ChannelUnreachable,
     DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
     NoFreePages,
+    PeerUnreachable,
     RequestCancelled,
+    StaleIncarnation,
     TransferFailed,
     WorkerUnavailable,
 )
-from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity, make_pool, tokens_of
-from tests.stopwatch import Stopwatch
+from tests.kv_transfer.conftest import Pair, PairMaker, identity, make_pool, tokens_of
+from tests.waiting import HANG_LIMIT_S, until
 
 NAMES = ("loopback", "shm", "tcp")
 PHASES = ("reserving", "granted", "streaming", "committing")
@@ -139,7 +142,7 @@ async def test_chunks_travel_before_the_seal(make_pair: PairMaker, transport: st
     pair = await make_pair(transport)
     transfer = await pair.reserve(64)
     transfer.send(0, [1, 2])
-    await eventually(
+    await until(
         lambda: torch.equal(
             tokens_of(pair.target.pool, pair.target.held[transfer.id][:2], 32), tokens_of(pair.source, [1, 2], 32)
         )
@@ -228,15 +231,15 @@ async def test_another_arithmetic_is_said_and_no_fault(
 async def test_another_incarnation_of_the_receiver_is_not_used(make_pair: PairMaker) -> None:
     pair = await make_pair("shm")
     pair.incarnation = secrets.token_hex(16)
-    with pytest.raises(WorkerUnavailable, match="incarnation"):
+    with pytest.raises(StaleIncarnation, match="incarnation"):
         await pair.reserve(10)
     assert pair.receiver.counters[Reason.STALE_INCARNATION] == 1
 
 
-async def test_nobody_listening_is_unavailable(make_pair: PairMaker) -> None:
+async def test_a_receiver_that_cannot_be_reached_is_named_with_the_reason(make_pair: PairMaker) -> None:
     pair = await make_pair("shm")
     pair.address = "127.0.0.1:1"
-    with pytest.raises(WorkerUnavailable):
+    with pytest.raises(PeerUnreachable, match=r"prefill-0 .* 127\.0\.0\.1:1: the connection is refused"):
         await pair.reserve(10)
 
 
@@ -274,8 +277,8 @@ async def test_pages_out_of_order_are_the_callers_mistake(make_pair: PairMaker) 
 async def test_who_asks_does_not_wait_for_the_answer(make_pair: PairMaker) -> None:
     pair = await make_pair("shm")
     pair.target.gate("reserve")
-    transfer = await asyncio.wait_for(pair.ask(64), 15)
-    await asyncio.wait_for(pair.target.arrived["reserve"].wait(), 15)
+    transfer = await asyncio.wait_for(pair.ask(64), HANG_LIMIT_S)
+    await asyncio.wait_for(pair.target.arrived["reserve"].wait(), HANG_LIMIT_S)
     with pytest.raises(TransferFailed, match="reserving"):
         transfer.send(0, [1])
     pair.target.gates["reserve"].set()
@@ -291,7 +294,7 @@ async def test_a_refusal_comes_to_who_waits_for_the_answer(make_pair: PairMaker)
     transfer = await pair.ask(64)
     with pytest.raises(NoFreePages):
         await transfer.granted()
-    await asyncio.wait_for(transfer.abort(CANCELLED), 15)
+    await asyncio.wait_for(transfer.abort(CANCELLED), HANG_LIMIT_S)
     await pair.wait_all_free()
 
 
@@ -321,10 +324,10 @@ async def test_a_question_is_asked_when_it_has_left(make_pair: PairMaker, end: s
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await eventually(lambda: not link._handles)
+        await until(lambda: not link._handles)
         return
     link.fail(WorkerUnavailable("the Link broke"))
-    transfer = await asyncio.wait_for(asking, 15)
+    transfer = await asyncio.wait_for(asking, HANG_LIMIT_S)
     with pytest.raises(WorkerUnavailable):
         await transfer.granted()
     await pair.assert_works()
@@ -351,7 +354,7 @@ async def test_a_newer_attempt_ends_the_older_one(make_pair: PairMaker) -> None:
     older = await pair.reserve(48, request_id="r", attempt=1)
     older.send(0, [1, 2])
     newer = await pair.reserve(48, request_id="r", attempt=2)
-    await eventually(lambda: older.error is not None)
+    await until(lambda: older.error is not None)
     newer.send(0, [4, 5, 6])
     await newer.seal(num_tokens=48, first_token_id=7, sampling_position=49)
     pair.assert_arrived(newer, [4, 5, 6], 48)
@@ -422,7 +425,7 @@ async def test_the_sender_may_abort_at_any_time(make_pair: PairMaker, transport:
     transfer_id, task = await _advance(pair, phase)
     link = await next(iter(pair.links._links.values()))
     handle = link._handles[transfer_id]
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_LIMIT_S):
         for _ in range(3):
             await handle.abort(CANCELLED)
     assert handle.released.is_set()
@@ -433,7 +436,7 @@ async def test_the_sender_may_abort_at_any_time(make_pair: PairMaker, transport:
     await pair.wait_all_free()
     if phase == "committing":
         # The worker took the pages over, but the code that asked for the transfer was told that it failed.
-        await eventually(lambda: [each[0] for each in pair.target.abandoned] == [transfer_id])
+        await until(lambda: [each[0] for each in pair.target.abandoned] == [transfer_id])
         assert isinstance(pair.target.abandoned[0][1], RequestCancelled)
     else:
         assert [each[0] for each in pair.target.released] == [transfer_id]
@@ -505,7 +508,7 @@ async def test_aborts_at_random_moments_leak_nothing(
                 assert transfer.id not in pair.target.committed
                 aborted_at_receiver.add(transfer.id)
             else:
-                await eventually(lambda: transfer.id not in pair.target.committed)
+                await until(lambda: transfer.id not in pair.target.committed)
         else:
             pair.assert_arrived(transfer, table, 100)
 
@@ -534,11 +537,9 @@ async def test_the_deadline_ends_a_transfer_in_every_phase(make_pair: PairMaker,
         return await reserve(num_tokens, within_s=0.5)
 
     pair.reserve = reserve_briefly  # type: ignore[method-assign, assignment]
-    watch = Stopwatch()
     _, task = await _advance(pair, phase)
     with pytest.raises(DeadlineExceeded):
         await task
-    assert watch.elapsed_s() < 3
     for gate in pair.target.gates.values():
         gate.set()
     await pair.wait_all_free()
@@ -593,7 +594,7 @@ async def test_a_commit_that_succeeds_too_late_is_abandoned(make_pair: PairMaker
     assert pair.target.held
     pair.target.gates["commit"].set()
     await pair.wait_all_free()
-    await eventually(lambda: len(pair.target.released if is_refused else pair.target.abandoned) == 1)
+    await until(lambda: len(pair.target.released if is_refused else pair.target.abandoned) == 1)
     assert len(pair.target.released) + len(pair.target.abandoned) == 1
     assert not pair.target.committed
     pair.target.refuse_commit = None
@@ -605,7 +606,7 @@ async def test_pages_that_do_not_come_back_are_counted_and_hold_nobody_up(make_p
     transfer = await pair.reserve(16)
     pair.target.gate("release")
     await transfer.abort(CANCELLED)
-    await eventually(lambda: pair.receiver.counters[Reason.WORKER_SILENT] == 1)
+    await until(lambda: pair.receiver.counters[Reason.WORKER_SILENT] == 1)
     assert pair.receiver.num_transfers == 1
     other = await pair.hand_over([1, 2], 30)
     pair.assert_arrived(other, [1, 2], 30)
@@ -627,13 +628,13 @@ async def test_an_abort_that_crosses_the_commit_ends_what_was_begun(make_pair: P
     link._machine.on_message = miss_the_commit  # type: ignore[method-assign]
     transfer.send(0, [1, 2])
     sealing = asyncio.create_task(transfer.seal(num_tokens=30, first_token_id=7, sampling_position=31))
-    await eventually(lambda: transfer.id in pair.target.committed)
-    await eventually(lambda: pair.receiver.num_transfers == 0)
+    await until(lambda: transfer.id in pair.target.committed)
+    await until(lambda: pair.receiver.num_transfers == 0)
     await transfer.abort(CANCELLED)
     with pytest.raises(RequestCancelled):
         await sealing
     link._machine.on_message = heard  # type: ignore[method-assign]
-    await eventually(lambda: pair.target.abandoned != [])
+    await until(lambda: pair.target.abandoned != [])
     assert [(each[0], type(each[1])) for each in pair.target.abandoned] == [(transfer.id, RequestCancelled)]
     assert pair.target.allocator.counts().free == pair.target.pool.num_pages
     await pair.assert_works()
@@ -659,7 +660,7 @@ async def test_a_worker_that_fails_to_abandon_does_not_end_the_link(
     await abandoning.wait()
     (link,) = pair.receiver._links
     await pair.assert_works()
-    assert {link} == pair.receiver._links
+    assert pair.receiver._links == (link,)
 
 
 async def test_a_receiver_that_does_not_answer_in_time_fails_the_transfer(make_pair: PairMaker) -> None:
@@ -753,7 +754,7 @@ async def test_corruption_is_detected_and_counted_and_fails_closed(
         return sum(pair.receiver.counters[each] for each in reasons)
 
     if is_gap:
-        await eventually(lambda: num_counted() >= 1)
+        await until(lambda: num_counted() >= 1)
     assert num_counted() == 1
     assert not pair.target.committed
     await pair.wait_all_free()
@@ -789,9 +790,9 @@ async def test_a_channel_that_keeps_corrupting_is_given_up(
     for _ in range(3):
         with pytest.raises((TransferFailed, WorkerUnavailable)):
             await pair.hand_over([1, 2, 3], 48)
-    await eventually(lambda: pair.receiver.counters[Reason.LINK_LOST] == 1)
+    await until(lambda: pair.receiver.counters[Reason.LINK_LOST] == 1)
     monkeypatch.undo()
-    await eventually(lambda: not pair.links._links)
+    await until(lambda: not pair.links._links)
     await pair.assert_works()
 
 
@@ -815,16 +816,14 @@ async def test_the_end_of_the_sending_worker_frees_the_receivers_pages(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_the_end_of_the_receiving_worker_fails_the_transfer_at_once(
+async def test_the_end_of_the_receiving_worker_fails_the_transfer(
     make_pair: PairMaker, transport: str, phase: str
 ) -> None:
     pair = await make_pair(transport)
     _, task = await _advance(pair, phase)
     closing = asyncio.create_task(pair.receiver.close())
-    watch = Stopwatch()
     with pytest.raises((WorkerUnavailable, TransferFailed)):
         await task
-    assert watch.elapsed_s() < 2
     for gate in pair.target.gates.values():
         gate.set()
     await closing
@@ -840,7 +839,7 @@ async def test_a_broken_channel_is_made_again_and_never_reused(make_pair: PairMa
     (receive_link,) = pair.receiver._links
     channel = send_link._opened.channel if end == "sender" else receive_link._placer._channel
     channel.shutdown()
-    await eventually(lambda: transfer.error is not None)
+    await until(lambda: transfer.error is not None)
     await transfer.released.wait()
     with pytest.raises((TransferFailed, WorkerUnavailable)):
         transfer.send(2, [3, 4])
@@ -862,9 +861,9 @@ async def test_a_machine_that_fails_ends_its_link_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(machine, event, contradict)
         transfer.send(0, [1, 2])
-        async with asyncio.timeout(20):
-            await eventually(lambda: transfer.error is not None, within_s=20)
-    assert isinstance(transfer.error, WorkerUnavailable)
+        async with asyncio.timeout(HANG_LIMIT_S):
+            await until(lambda: transfer.error is not None)
+    assert isinstance(transfer.error, TransferFailed)
     await pair.assert_works()
 
 
@@ -877,10 +876,8 @@ async def test_a_receiver_that_stalls_the_channel_fails_the_transfer(
     (receive_link,) = pair.receiver._links
     receive_link._placer._channel.poll = lambda timeout_s: time.sleep(0.05)
     transfer.send(0, page_table(63))
-    watch = Stopwatch()
     with pytest.raises((TransferFailed, WorkerUnavailable)):
         await transfer.seal(num_tokens=1000, first_token_id=7, sampling_position=1001)
-    assert watch.elapsed_s() < 4
     await pair.wait_all_free()
 
 
@@ -897,7 +894,7 @@ async def test_an_odd_failure_while_posting_still_releases_the_senders_pages(
     monkeypatch.setattr(send_link._opened.channel, "post", fail)
     for page in range(4):
         transfer.send(page, [page])
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await transfer.released.wait()
     with pytest.raises(TransferFailed):
         await transfer.seal(num_tokens=64, first_token_id=7, sampling_position=65)
@@ -928,9 +925,9 @@ async def test_auto_falls_back_to_tcp_where_shared_memory_does_not_open(
     assert (await pair.hand_over([1], 16)).transport == "tcp"
 
 
-async def test_no_common_transport_is_said(make_pair: PairMaker) -> None:
+async def test_workers_without_a_common_transport_report_what_each_of_them_has(make_pair: PairMaker) -> None:
     pair = await make_pair("shm", receiver_transports=("tcp",))
-    with pytest.raises(WorkerUnavailable, match="transport"):
+    with pytest.raises(ChannelUnreachable, match="prefill-0 offers shm, and decode-0 accepts tcp"):
         await pair.reserve(16)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from kv_transfer.link_end import LinkEnd
 from kv_transfer.protocol.actions import Action
-from services.runtime.errors import TandemError, WorkerUnavailable
+from services.runtime.errors import TandemError, TransferFailed
+from tests.waiting import HANG_LIMIT_S
 
 
 class End(LinkEnd):
@@ -45,7 +46,7 @@ async def test_what_a_thread_says_arrives_on_the_loop() -> None:
         arrived.set()
 
     await asyncio.to_thread(end._from_thread, hear, "posted")
-    await asyncio.wait_for(arrived.wait(), 15)
+    await asyncio.wait_for(arrived.wait(), HANG_LIMIT_S)
     assert threads == [("posted", threading.get_ident())]
 
 
@@ -56,8 +57,8 @@ async def test_a_word_of_a_thread_that_cannot_be_ends_the_link() -> None:
         raise ValueError("no such chunk")
 
     await asyncio.to_thread(end._from_thread, contradict)
-    await asyncio.wait_for(end.has_failed.wait(), 15)
-    assert isinstance(end.failure, WorkerUnavailable)
+    await asyncio.wait_for(end.has_failed.wait(), HANG_LIMIT_S)
+    assert isinstance(end.failure, TransferFailed)
 
 
 async def test_a_peer_that_reads_nothing_ends_the_link_later_not_within_the_call(
@@ -66,13 +67,13 @@ async def test_a_peer_that_reads_nothing_ends_the_link_later_not_within_the_call
     end = End()
 
     def full(message: object) -> None:
-        raise WorkerUnavailable("the peer reads nothing")
+        raise TransferFailed("the peer reads nothing")
 
     monkeypatch.setattr(end.outbox, "put", full)
     end._send_message(cast(Any, "message"))
     assert end.failure is None, "the machine is still in its own call"
-    await asyncio.wait_for(end.has_failed.wait(), 15)
-    assert isinstance(end.failure, WorkerUnavailable)
+    await asyncio.wait_for(end.has_failed.wait(), HANG_LIMIT_S)
+    assert isinstance(end.failure, TransferFailed)
 
 
 def test_a_loop_that_is_closed_is_told_nothing() -> None:

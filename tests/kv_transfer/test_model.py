@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 RUNNER = Path(__file__).resolve().parents[2] / "tools" / "check_model.py"
 
 
@@ -18,7 +20,7 @@ def run(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess
         [sys.executable, str(RUNNER), *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_LIMIT_S,
         check=False,
         env=environment,
     )

@@ -20,7 +20,8 @@ from kv_transfer.wire import LinkIdentity
 from services.engine.cache.pages import PageAllocator
 from services.runtime.clock import Deadline
 from services.runtime.errors import NoFreePages, RequestCancelled, TransferFailed
-from tests.kv_transfer.conftest import Target, eventually, identity, make_pool, serving, tokens_of
+from tests.kv_transfer.conftest import Target, identity, make_pool, serving, tokens_of
+from tests.waiting import HANG_LIMIT_S, until
 
 
 @dataclass
@@ -126,7 +127,7 @@ async def test_answers_move_both_ways_at_once_and_back_again(
             await here.move(request_id, there, pages_at_once=1 + hop)
             here, there = there, here
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await asyncio.gather(
             *(travel(f"one-{index}", one, two) for index in range(len(sizes))),
             *(travel(f"two-{index}", two, one) for index in range(len(sizes))),
@@ -194,7 +195,7 @@ async def test_a_link_one_way_that_breaks_leaves_the_other_way_alone(make_worker
     assert not two.answers
     one.check()
     # The commit at two was under way, and what it answered stood: the gateway's cancel would end it there.
-    await eventually(lambda: len(two.target.committed) == 1)
+    await until(lambda: len(two.target.committed) == 1)
     two.allocator.release(two.target.committed.popitem()[1])
     two.check()
     for worker in (one, two):
@@ -218,7 +219,7 @@ async def test_an_answer_whose_move_is_given_up_goes_on_where_it_was(make_worker
         one.target.pool.data[page_id].zero_()
     answer.kv = torch.zeros_like(answer.kv)
     two.target.gates["commit"].set()
-    await eventually(lambda: len(two.target.abandoned) == 1)
+    await until(lambda: len(two.target.abandoned) == 1)
     assert isinstance(two.target.abandoned[0][1], RequestCancelled)
     one.check()
     two.check()

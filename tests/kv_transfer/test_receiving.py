@@ -7,6 +7,7 @@ import pytest
 
 from kv_transfer.link_end import LinkSetup
 from kv_transfer.receiving import ChannelAddress, LinkReceiver, RingConfig
+from tests.free_ports import free_port
 from tests.kv_transfer.conftest import Target, identity, make_pool
 
 
@@ -18,13 +19,6 @@ def receiver_with(transport: str, **places: Any) -> LinkReceiver:
         address=ChannelAddress(**places),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000, device_slot_bytes=20_000),
     )
-
-
-def free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # A receiver at "::" takes the port in both families, and either may be another program's.
-    with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize(

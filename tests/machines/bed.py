@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -181,12 +181,19 @@ def know_names(network: Network) -> None:
     """This process and what it starts see another /etc/hosts from now on. Raises NotPermitted."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
         raise NotPermitted(f"unshare(CLONE_NEWNS) failed: {os.strerror(ctypes.get_errno())}")
-    lines = ["127.0.0.1 localhost", *(f"{machine.address} {machine.name}" for machine in network.machines.values())]
     with tempfile.NamedTemporaryFile("w") as file:  # mounted, it stays until the last of these processes has ended
-        file.write("\n".join([*lines, ""]))
-        file.flush()
         os.chmod(file.name, 0o644)
         for arguments in (["--make-rprivate", "/"], ["--bind", file.name, str(HOSTS)]):
             done = subprocess.run(["mount", *arguments], capture_output=True, text=True, timeout=10, check=False)
             if done.returncode != 0:
                 raise NotPermitted(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
+    write_names(network)
+
+
+def write_names(network: Network, *, silent: Collection[str] = ()) -> None:
+    """Writes the mounted /etc/hosts. Names in `silent` have a second address, which comes first and never answers."""
+    lines = ["127.0.0.1 localhost"]
+    for machine in network.machines.values():
+        addresses = [*([machine.silent_address] if machine.name in silent else []), machine.address]
+        lines += [f"{address} {machine.name}" for address in addresses]
+    HOSTS.write_text("\n".join([*lines, ""]))

@@ -25,7 +25,7 @@ from typing import Any
 from services.runtime import process
 from tests.machines.link import Conditions, Firewall, Link
 
-SUBNET = "10.77.0"
+SUBNET, SPACING = "10.77.0", 16
 MTU = 9000
 """Large packets: this process carries each by hand, and is not to be what limits a link of 1 Gbit/s."""
 START_TIMEOUT_S = 20.0
@@ -45,6 +45,15 @@ class Machine:
     name: str
     address: str
     path: str
+
+    @property
+    def silent_address(self) -> str:
+        """The next address, which no machine has.
+
+        Addresses are spaced so that `getaddrinfo`, which prefers the longest prefix in common, keeps the order of both.
+        """
+        head, _, number = self.address.rpartition(".")
+        return f"{head}.{int(number) + 1}"
 
 
 @dataclass
@@ -207,7 +216,7 @@ class _Relay:
 
 def _make_machine(number: int) -> tuple[str, int, int]:
     """A process that holds a namespace with one device; its address, the device, and the process's id."""
-    address = f"{SUBNET}.{number}"
+    address = f"{SUBNET}.{SPACING * number}"
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import REPOSITORY
+from tests.machines.pairs import PAIRS
 from tests.machines.run import choose
 from tests.machines.scenarios import SCENARIOS
 
@@ -35,6 +36,7 @@ def test_machines_that_are_far_and_cut_off_give_the_undisturbed_answers(tmp_path
 def test_scenarios_are_found_by_pattern_and_misspelt_ones_are_named() -> None:
     assert {scenario.name for scenario in choose(["kill *"], short=False)} >= {"kill decode-0", "kill gateway-0"}
     assert len(choose([], short=False)) == len(SCENARIOS)
+    assert {scenario.name for scenario in choose(["pairs *"], short=False)} == set(PAIRS)
     with pytest.raises(ValueError, match="'no such'"):
         choose(["no such"], short=False)
 

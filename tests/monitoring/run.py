@@ -13,7 +13,6 @@ import http.server
 import json
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.cluster import running_cluster
 from deploy.monitoring.source.build import FOLDER
 from deploy.monitoring.source.dashboards import DASHBOARDS
 from gateway.access.keys import ApiKey, digest_of_key, new_key, toml_entry
+from tests.free_ports import free_port
 
 TOOLS = ("prometheus", "promtool", "amtool")
 SCRAPE_S = 1
@@ -67,11 +67,6 @@ class Sink(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         pass
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return int(taken.getsockname()[1])
 
 
 def check_files(*, is_quick: bool) -> bool:

@@ -11,9 +11,9 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from benchmarks.cluster import Cluster, running_cluster
+from tests.waiting import HANG_LIMIT_S
 
 MODEL = "tandem-demo"
-READY_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +40,8 @@ def cluster(keys: dict[str, str]) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def ready(cluster: Cluster) -> None:
     """On a busy machine a worker that gets no time counts as lost until it is heard of again."""
-    end = time.monotonic() + READY_TIMEOUT_S
-    while httpx.get(f"{cluster.http}/ready", timeout=READY_TIMEOUT_S).status_code != 200:
+    end = time.monotonic() + HANG_LIMIT_S
+    while httpx.get(f"{cluster.http}/ready", timeout=HANG_LIMIT_S).status_code != 200:
         assert time.monotonic() < end, "the cluster is not ready"
         time.sleep(0.1)
 

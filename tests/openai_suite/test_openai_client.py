@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from benchmarks.cluster import Cluster
+from tests.waiting import HANG_LIMIT_S
 
 MODEL = "tandem-demo"
 ASK = [{"role": "user", "content": "Write a function that returns the length of a list."}]
@@ -242,7 +243,7 @@ def test_a_file_of_requests_is_answered(client: openai.OpenAI) -> None:
     batch = client.batches.create(
         input_file_id=given.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "this"}
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG_LIMIT_S
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
         assert time.monotonic() < end, batch
         time.sleep(0.1)
@@ -386,7 +387,7 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(
     await anext(aiter(stream))
     await stream.close()
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {keys['operator']}"}) as operator:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not _is_idle((await operator.get(f"{cluster.http}/cluster")).json()):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
 

@@ -20,6 +20,7 @@ from services.engine.steps.step import NonFiniteLogits, PooledState, SampledToke
 from services.runtime.clock import SYSTEM_CLOCK
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
+from tests.waiting import HANG_LIMIT_S
 from worker.engine import EngineFacts
 from worker.engine_worker import Around
 from worker.metrics import Load, WorkerMetrics
@@ -48,7 +49,7 @@ class GatedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_begun += 1
-        assert self.gate.wait(20)
+        assert self.gate.wait(HANG_LIMIT_S)
         if self.error is not None:
             raise self.error
         self.num_steps += 1
@@ -148,7 +149,7 @@ class Gateway:
             of_kind = [e for e in self._events_of(request_id, attempt) if e.WhichOneof("event") == kind]
             return of_kind[0] if of_kind else None
 
-        async with asyncio.timeout(60), self._arrived:
+        async with asyncio.timeout(HANG_LIMIT_S), self._arrived:
             await self._arrived.wait_for(found)
             return getattr(found(), kind)
 
@@ -181,7 +182,7 @@ class Bench:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds that no event announces."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not holds():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.002)
 

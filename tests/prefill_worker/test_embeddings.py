@@ -33,7 +33,7 @@ def parts(request: Any, checkpoint: Callable[..., Path]) -> Iterator[EngineParts
     folder = checkpoint(VARIANT)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr("services.engine.model._find_kernels", lambda: None)
+            patch.setattr("services.engine.model._find_kernels", lambda: (None, "no compiler"))
         device = "cuda" if request.param == "cuda" else "cpu"
         loaded = load_engine(folder, dtype="float32", device=device, page_size=16, num_pages=256)
     yield loaded

@@ -1,4 +1,8 @@
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -6,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_worker.engine_loop import PrefillLoop
+from prefill_worker.engine_loop import PrefillLoop, prefill_loop
 from services.engine.cache.host_tier import HostTier
 from services.engine.cache.pages import PageAllocator, PageChanges
 from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.cache.swap import SwapSpace
+from services.engine.engine import EngineParts, load_engine
+from services.engine.parallel import group
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
@@ -19,6 +25,7 @@ from services.runtime.page_keys import page_keys
 from services.scheduling.prediction import PrefillSpeed
 from services.scheduling.speedometer import Speedometer
 from tests.fake_reports import fake_report, with_reports
+from tests.held_rank import LIMIT_S, held_rank
 from worker.engine import CachedPrefix, ComputedChunk, PrefillReport
 from worker.engine_pages import EnginePages
 
@@ -464,3 +471,68 @@ def test_a_wrong_page_is_found_in_neither_tier() -> None:
     bench.loop.release("c")
     bench.allocator.check_integrity()
     assert bench.cached_tokens("d", first) == 0
+
+
+class ReportedPages:
+    """A prefill loop over a real model. Copies each page at the moment at which the loop reports it as complete."""
+
+    def __init__(self, parts: EngineParts, on_report: Callable[[], None] = lambda: None) -> None:
+        self._memory = parts.pool.bytes
+        self._on_report = on_report
+        self.contents: dict[int, bytes] = {}
+        self.loop = prefill_loop(parts, self._report, chunk_tokens=16, clock=ManualClock())
+
+    def _report(self, report: PrefillReport) -> None:
+        for chunk in report.chunks:
+            self.contents |= {page_id: self._memory[page_id].numpy().tobytes() for page_id in chunk.page_ids}
+            self._on_report()
+
+    def compute(self, prompt: list[int]) -> dict[int, bytes]:
+        """Computes a prompt chunk by chunk. Returns the reported pages."""
+        self.loop.begin(Sequence("a", prompt, sampling=Sampling(max_tokens=1)), salt=SALT)
+        while self.loop.step():
+            pass
+        return self.contents
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "held", "is_after_its_part"),
+    [(1, 2, 1, False), (1, 3, 1, False), (2, 2, 3, False), (2, 1, 1, True)],
+    ids=["last-stage", "middle-stage", "tensor-and-pipeline", "tensor"],
+)
+def test_no_page_is_reported_before_the_last_rank_has_written_it(
+    tensor: int,
+    pipeline: int,
+    held: int,
+    is_after_its_part: bool,
+    checkpoint: Callable[[str], Path],
+    random_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, prompt = checkpoint("llama3-gqa-tied"), random_ids(50)
+    expected = ReportedPages(load_engine(folder, num_pages=16, threads=1)).compute(prompt)
+    assert len(expected) == 4
+    has_moved_on = threading.Event()
+    await_acknowledgement = getattr(group, "await_acknowledgement", None)
+
+    def await_noted(peer: Any) -> None:
+        has_moved_on.set()
+        assert await_acknowledgement is not None
+        await_acknowledgement(peer)
+
+    # Rank 0 either waits for the held rank or reports the chunk.
+    monkeypatch.setattr(group, "await_acknowledgement", await_noted, raising=False)
+    with held_rank(held, is_after_its_part=is_after_its_part, monkeypatch=monkeypatch) as gate:
+        parts = load_engine(folder, num_pages=16, threads=1, tensor_parallel=tensor, pipeline_parallel=pipeline)
+        try:
+            run = ReportedPages(parts, has_moved_on.set)
+            with ThreadPoolExecutor(1) as engine_thread:
+                computed = engine_thread.submit(run.compute, prompt)
+                gate.wait_until_held()
+                assert has_moved_on.wait(LIMIT_S)
+                reported_early = dict(run.contents)
+                gate.release()
+                assert computed.result(LIMIT_S) == expected
+                assert not reported_early
+        finally:
+            parts.close()

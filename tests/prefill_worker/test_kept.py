@@ -10,6 +10,7 @@ from kv_transfer.protocol.messages import TransferId
 from prefill_worker import kept
 from services.engine.steps.step import SampledToken, StepResult
 from services.runtime.errors import TransferFailed, WorkerUnavailable
+from tests.waiting import HANG_LIMIT_S
 from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
@@ -314,5 +315,5 @@ async def test_a_worker_that_leaves_frees_what_it_kept(make_bench: Make) -> None
     gateway.prefill("r", [*PROMPT, 7])
     await gateway.event("r", "handed_off")
     await bench.until_free(num_cached=6)
-    await asyncio.wait_for(bench.worker.close(), 60)
+    await asyncio.wait_for(bench.worker.close(), HANG_LIMIT_S)
     assert bench.allocator.counts() == (16, 11, 5, 0, 0)

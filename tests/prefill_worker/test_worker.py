@@ -9,6 +9,7 @@ from services.runtime.errors import InvariantViolated, NoFreePages, RequestCance
 from services.scheduling.speedometer import MIN_STEPS
 from tests.fake_links import CARRIED
 from tests.kept_spans import KeptSpans
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.attempts import AttemptKey
 from worker.sessions import SessionLimits
 
@@ -92,7 +93,7 @@ async def test_pages_are_not_freed_before_the_abort_is_over(make_bench: Make) ->
     transfer = next(iter(bench.links.transfers.values()))
     await bench.until(lambda: transfer.abort_reason is not None)
     gateway.cancel("r")
-    await asyncio.sleep(0.05)
+    await settle()
     assert bench.allocator.num_used_pages == 5
     transfer.may_abort.set()
     await bench.until_free(num_cached=5)
@@ -285,7 +286,7 @@ async def test_a_prompt_is_computed_while_its_pages_are_waited_for(make_bench: M
     gateway = bench.gateway()
     gateway.prefill("r", [1] * 20)
     await bench.until(lambda: bool(bench.links.wanted))
-    await asyncio.sleep(0.02)
+    await settle()
     assert not gateway.kinds("r"), "nothing is begun of which the decode worker may never hear"
     bench.links.may_ask.set()
     await bench.until(lambda: bench.runner.num_steps == 3)
@@ -410,7 +411,7 @@ async def test_the_next_prompt_reserves_while_the_first_is_computed(make_bench: 
     gateway.prefill("b", [2] * 8)
     gateway.prefill("c", [3] * 8)
     await bench.until(lambda: len(bench.links.transfers) == 2)
-    await asyncio.sleep(0.02)
+    await settle()
     assert [t.transfer_id.request_id for t in bench.links.transfers.values()] == ["a", "b"]
     bench.runner.gate.set()
     await gateway.event("c", "handed_off")
@@ -424,15 +425,15 @@ async def test_draining_finishes_what_it_has_and_refuses_the_rest(make_bench: Ma
     gateway.prefill("r", [1, 2])
     await gateway.event("r", "tokens")
     gateway.send(worker_pb2.PrefillCommand(drain=worker_pb2.DrainWorker()))
-    await asyncio.wait_for(bench.worker.drain_requested.wait(), 60)
+    await asyncio.wait_for(bench.worker.drain_requested.wait(), HANG_LIMIT_S)
     bench.worker.begin_drain()
     gateway.prefill("late", [1])
     assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     idle = asyncio.create_task(bench.worker.wait_idle())
-    await asyncio.sleep(0.02)
+    await settle()
     assert not idle.done()
     next(iter(bench.links.transfers.values())).may_commit.set()
-    await asyncio.wait_for(idle, 60)
+    await asyncio.wait_for(idle, HANG_LIMIT_S)
     await gateway.event("r", "handed_off")
     await bench.until_free(num_cached=1)
 
@@ -445,7 +446,7 @@ async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench
     failed = await gateway.event("r", "failed")
     assert (failed.code, failed.message) == (worker_pb2.ERROR_CODE_INTERNAL, "internal error")
     with pytest.raises(RuntimeError, match="device"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
     gateway.prefill("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
 
@@ -457,7 +458,7 @@ async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) ->
     await gateway.event("r", "handed_off")
     bench.allocator._num_in_state[0] -= 1
     with pytest.raises(InvariantViolated, match="page allocator"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
 
 
 async def test_logprobs_travel_only_when_asked_for(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,11 +552,11 @@ async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_be
         bench.worker.check_engine(0.5)
     bench.worker.check_engine(0.5)
     with pytest.raises(InvariantViolated, match="did not end"):
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
     gateway.prefill("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
-    await asyncio.wait_for(bench.worker.close(), 60)
+    await asyncio.wait_for(bench.worker.close(), HANG_LIMIT_S)
 
 
 async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> None:
@@ -568,7 +569,7 @@ async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> N
     closing = asyncio.create_task(bench.worker.close())
     assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
     bench.runner.gate.set()
-    await asyncio.wait_for(closing, 60)
+    await asyncio.wait_for(closing, HANG_LIMIT_S)
     assert not len(bench.worker._attempts)
     assert gateway.kinds("r").count("failed") == 1
 

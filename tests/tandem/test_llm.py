@@ -23,6 +23,7 @@ from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tandem.llm import DEMO_MODEL
+from tests.waiting import HANG_LIMIT_S
 from worker.engine import PrefillReport
 
 SETTINGS = {"kv_pages": 64, "threads": 1, "max_batch": 4, "dtype": "float32"}
@@ -39,7 +40,7 @@ def llm() -> Iterator[LLM]:
 def free_pages(running: LLM) -> int:
     """The pages that nothing holds, as the engine thread counts them."""
     engine = running._inside._engine
-    counts = engine._thread.submit(engine._parts.allocator.counts).result(10)
+    counts = engine._thread.submit(engine._parts.allocator.counts).result(HANG_LIMIT_S)
     return counts.free + counts.cached
 
 
@@ -114,7 +115,7 @@ def test_texts_are_embedded_beside_answers_as_transformers_would(llm: LLM) -> No
     with ThreadPoolExecutor(1) as beside:
         answers = beside.submit(llm.generate, PROMPTS, GREEDY)
         outputs = llm.embed([*PROMPTS, long])
-        assert texts(answers.result(60)) == texts(llm.generate(PROMPTS, GREEDY))
+        assert texts(answers.result(HANG_LIMIT_S)) == texts(llm.generate(PROMPTS, GREEDY))
     assert [output.prompt for output in outputs] == [*PROMPTS, long]
     for output, text in [(outputs[0], PROMPTS[0]), (outputs[-1], long)]:
         state = transformers_states(llm, text)[-1]
@@ -195,7 +196,7 @@ async def test_a_text_that_is_cancelled_frees_its_pages() -> None:
         await asyncio.wait(calls)
         assert len(calls[0].result().outputs.embedding) == 256
         assert all(call.cancelled() for call in calls[1:])
-        counts = running._engine._thread.submit(running._engine._parts.allocator.counts).result(10)
+        counts = running._engine._thread.submit(running._engine._parts.allocator.counts).result(HANG_LIMIT_S)
         assert counts.free + counts.cached == 64
     finally:
         await asyncio.to_thread(running.close)
@@ -286,7 +287,7 @@ async def test_a_stream_grows_to_the_whole_and_ends_where_its_reader_leaves() ->
         await endless.aclose()
         both = await asyncio.gather(llm.last(PROMPTS[0], GREEDY), llm.last(PROMPTS[1], GREEDY))
         assert both[0].outputs == seen[-1].outputs
-        counts = llm._engine._thread.submit(llm._engine._parts.allocator.counts).result(10)
+        counts = llm._engine._thread.submit(llm._engine._parts.allocator.counts).result(HANG_LIMIT_S)
         assert counts.free + counts.cached == 64
         running = asyncio.create_task(llm.last(PROMPTS[0], SamplingParams(ignore_eos=True, max_tokens=None)))
         await asyncio.sleep(0.05)

@@ -15,6 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.waiting import HANG_LIMIT_S
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 VOCAB, NUM_TOKENS, GROUP = 512, 12, 128
@@ -124,7 +126,7 @@ def run(model: Path, dtype: str, **asked: object) -> "subprocess.CompletedProces
     program = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, "ranks": 1, "dtype": dtype}
     return subprocess.run(
         [sys.executable, "-m", "tests.vllm.ranks"], input=json.dumps(program | asked), cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from services.runtime.sampling import SamplingParams
 from services.scheduling.speedometer import Speedometer
 from services.structured.form import AnswerForm
 from tests.fake_links import FakeLinks
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.attempts import AttemptKey, AttemptSpec
 from worker.engine import Engine, EngineFacts, StepReport
 from worker.engine_worker import Around, EngineAttempt, EngineWorker
@@ -42,7 +43,7 @@ class IdleEngine(Engine):
         self.error: BaseException | None = None
 
     def step(self) -> bool:
-        assert self.gate.wait(20)
+        assert self.gate.wait(HANG_LIMIT_S)
         if self.error is not None:
             raise self.error
         return False
@@ -126,7 +127,7 @@ def spec(request_id: str = "r", **fields: Any) -> AttemptSpec[Any]:
 async def failed(bench: Bench) -> BaseException:
     """The error that ended the worker."""
     with pytest.raises(TandemError) as caught:
-        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 60)
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), HANG_LIMIT_S)
     return caught.value
 
 
@@ -239,10 +240,10 @@ class Transfer:
 async def test_pages_are_freed_when_the_abort_of_their_transfer_is_over(make_bench: Callable[..., Bench]) -> None:
     worker, transfer, freed = make_bench().worker, Transfer(), asyncio.Event()
     worker.abort_transfer(cast(Any, transfer), RequestCancelled("x"), freed.set)
-    await asyncio.sleep(0.01)
+    await settle()
     assert not freed.is_set()
     transfer.may_end.set()
-    await asyncio.wait_for(freed.wait(), 60)
+    await asyncio.wait_for(freed.wait(), HANG_LIMIT_S)
     assert not worker.failed.done()
     assert not worker._tasks
 
@@ -255,7 +256,7 @@ async def test_an_abort_that_fails_ends_the_worker_whose_pages_may_still_be_read
     transfer.may_end.set()
     bench.worker.abort_transfer(cast(Any, transfer), RequestCancelled("x"), freed.set)
     assert await failed(bench) is transfer.error
-    await asyncio.wait_for(freed.wait(), 60)
+    await asyncio.wait_for(freed.wait(), HANG_LIMIT_S)
 
 
 async def test_a_report_updates_pages_and_names_whoever_listens(make_bench: Callable[..., Bench]) -> None:

@@ -7,12 +7,12 @@ import pytest
 from services.runtime.clock import ManualClock
 from services.runtime.gpu_facts import GpuFacts
 from tests.fake_nvml import LOST, NOT_FOUND, Nvml
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 from worker import gpu as gpu_watch
 from worker.gpu import SILENT_S, GpuWatch, gpu_message, watch_gpu
 from worker.nvml import GpuReader, open_gpu
 
-LIMIT_S = 60
+LIMIT_S = HANG_LIMIT_S
 
 
 class Readings:
@@ -105,9 +105,7 @@ def test_a_reading_that_hangs_is_a_gpu_that_does_not_answer_and_does_not_keep_th
     clock.advance(0.1)
     assert (watch.message().is_lost, watch.message() is watch.message()) == (True, True)
     assert watch.use() is None
-    stopwatch = Stopwatch()
     watch.release()
-    assert stopwatch.elapsed_s() < 2
     assert (watch._thread.is_alive(), watch._thread.daemon) == (True, True)
     # It answers after all.
     readings.turns.release(100)

@@ -6,6 +6,7 @@ import pytest
 from services.runtime.errors import (
     InvariantViolated,
 )
+from tests.waiting import HANG_LIMIT_S, settle, until
 from worker import host as worker_host
 from worker.metrics import Load
 
@@ -85,12 +86,10 @@ class FakeLease:
 async def test_a_life_goes_from_ready_over_draining_to_closed(how: str) -> None:
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
-    assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
+    await until(lambda: (lease.states, server.calls, worker.calls) == (["ready"], [True], []))
     assert lease.fields["pages_free"] == 8
     (stop if how == "signal" else worker.drain_requested).set()
-    await asyncio.sleep(0.01)
-    assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
+    await until(lambda: (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"]))
     worker.idle.set()
     await life
     assert (lease.states[-1], server.calls[-1], worker.calls[-1]) == ("draining", "stop", "close")
@@ -101,16 +100,14 @@ async def test_a_worker_that_no_gateway_can_find_is_not_ready(how: str) -> None:
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
     lease.is_redis_there = False
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
-    await asyncio.sleep(0.1)
-    assert (lease.states, server.calls) == (["ready"], [])
+    await until(lambda: lease.states == ["ready"])
+    await settle()
+    assert server.calls == []
     if how == "found":
         lease.is_redis_there = True
-        async with asyncio.timeout(60):
-            while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(0.001)
-        assert server.calls == [True]
-        lease.is_redis_there = False  # gateways know it by now
-        await asyncio.sleep(0.1)
+        await until(lambda: server.calls == [True])
+        lease.is_redis_there = False  # Gateways know the worker by now.
+        await settle()
         assert server.calls == [True]
     stop.set()
     worker.idle.set()
@@ -126,14 +123,12 @@ async def test_a_worker_is_ready_when_a_gateway_has_found_it_or_none_comes(
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
     worker.sessions.first.clear()
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
-    await asyncio.sleep(0.02)
-    assert (lease.states, server.calls) == (["ready"], [])
+    await until(lambda: lease.states == ["ready"])
     if comes:
+        await settle()
+        assert server.calls == []
         worker.sessions.first.set()
-    async with asyncio.timeout(60):
-        while not server.calls:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.001)
-    assert server.calls == [True]
+    await until(lambda: server.calls == [True])
     stop.set()
     worker.idle.set()
     await life
@@ -150,9 +145,7 @@ async def test_a_worker_says_that_no_gateway_comes_and_when_one_does(
     life = asyncio.create_task(worker_host.serve_until_drained(worker, FakeServer(), lease, stop))  # type: ignore[arg-type]
 
     async def said(message: str) -> None:
-        async with asyncio.timeout(60):
-            while message not in [record.message for record in caplog.records]:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.001)
+        await until(lambda: message in [record.message for record in caplog.records])
 
     await said("no gateway has connected")
     assert "a gateway has connected" not in [record.message for record in caplog.records]
@@ -180,19 +173,17 @@ async def test_a_change_drains_the_worker_and_one_that_is_withdrawn_makes_it_rea
     life = asyncio.create_task(
         worker_host.serve_until_drained(worker, server, lease, stop, change=change)  # type: ignore[arg-type]
     )
-    await asyncio.sleep(0.01)
-    assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
+    await until(lambda: (lease.states, server.calls, worker.calls) == (["ready"], [True], []))
     change.is_due.set()
-    await asyncio.sleep(0.01)
-    assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
+    await until(lambda: (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"]))
     change.is_due.clear()
     change.is_withdrawn.set()
-    await asyncio.sleep(0.01)
-    assert lease.states == ["ready", "draining", "ready"]
+    await until(lambda: lease.states == ["ready", "draining", "ready"])
+    await settle()
     assert (server.calls, worker.calls) == ([True, False, True], ["drain", "again"])
     change.is_withdrawn.clear()
     change.is_due.set()
-    await asyncio.sleep(0.01)
+    await until(lambda: lease.states[-1] == "draining")
     assert not life.done()
     worker.idle.set()
     await life
@@ -206,11 +197,11 @@ async def test_a_worker_that_is_told_to_leave_while_it_changes_leaves_when_it_is
         worker_host.serve_until_drained(worker, server, lease, stop, change=change)  # type: ignore[arg-type]
     )
     change.is_due.set()
-    await asyncio.sleep(0.01)
+    await until(lambda: worker.calls == ["drain"])
     (stop if how == "signal" else worker.drain_requested).set()
-    await asyncio.sleep(0.01)
+    await settle()
     change.is_withdrawn.set()
-    await asyncio.sleep(0.01)
+    await settle()
     assert (life.done(), worker.calls, lease.states[-1]) == (False, ["drain"], "draining")
     worker.idle.set()
     await life
@@ -228,7 +219,7 @@ async def test_a_change_whose_drain_takes_too_long_goes_on_without_what_is_left(
         drain_timeout_s=0.02,
         change=change,
     )
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(life, HANG_LIMIT_S)
     assert worker.calls == ["drain", "close"]
 
 
@@ -238,7 +229,7 @@ async def test_a_worker_that_fails_ends_its_life_with_its_error(is_draining: boo
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, None, stop))  # type: ignore[arg-type]
     if is_draining:
         stop.set()
-    await asyncio.sleep(0.01)
+    await settle()
     worker.failed.set_exception(InvariantViolated("the books are wrong"))
     with pytest.raises(InvariantViolated):
         await life
@@ -249,7 +240,7 @@ async def test_a_drain_ends_at_its_limit_with_what_is_left(caplog: pytest.LogCap
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
     stop.set()
     life = worker_host.serve_until_drained(worker, server, lease, stop, drain_timeout_s=0.02)  # type: ignore[arg-type]
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls, server.calls[-1], lease.states[-1]) == (["drain", "close"], "stop", "draining")
     assert "longer than its limit" in caplog.text
 
@@ -261,13 +252,11 @@ async def test_an_engine_that_hangs_is_noticed_in_time(monkeypatch: pytest.Monke
     life = asyncio.create_task(worker_host.serve_until_drained(worker, server, None, stop))  # type: ignore[arg-type]
     if is_draining:
         stop.set()
-    async with asyncio.timeout(60):
-        while len(worker.looks) < 3:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.001)
+    await until(lambda: len(worker.looks) >= 3)
     assert set(worker.looks) == {0.01}
     worker.is_stuck = True
     with pytest.raises(InvariantViolated):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert worker.calls[-1] == "close"
 
 
@@ -279,7 +268,7 @@ async def test_an_engine_that_hangs_while_the_worker_closes_is_noticed_too(monke
     life = worker_host.serve_until_drained(worker, server, None, stop, drain_timeout_s=0.0)  # type: ignore[arg-type]
     worker.is_stuck = True
     with pytest.raises(InvariantViolated):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 
@@ -294,7 +283,7 @@ async def test_what_runs_behind_a_worker_does_not_fail_unnoticed(monkeypatch: py
     monkeypatch.setattr(worker, broken, fail)
     life = worker_host.serve_until_drained(worker, server, lease, asyncio.Event())  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="a bug"):
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, HANG_LIMIT_S)
     assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from services.runtime import config
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 from worker.config import WorkerConfig
 from worker.metrics import Load, WorkerMetrics
 
@@ -23,7 +24,7 @@ def test_metrics_can_be_scraped() -> None:
             WorkerMetrics(worker_id="w").serve(settings, load)
     metrics = WorkerMetrics(worker_id="w")
     assert metrics.serve(settings, load) == f"127.0.0.1:{port}"
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_LIMIT_S) as response:
         text = response.read().decode()
     assert 'tandem_kv_pages{state="used",worker="w"} 2.0' in text
     assert 'tandem_kv_pages_promised{worker="w"} 3.0' in text

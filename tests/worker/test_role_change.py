@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S, settle, until
 from worker import role_change
 from worker.role_change import Life, LifeChange, Lives, Wish
 
@@ -68,16 +69,16 @@ async def test_a_change_is_due_when_it_is_prepared_and_can_be_withdrawn(tmp_path
     file, prepare = tmp_path / "w.role", Preparing()
     change = LifeChange(lives(file), BEGINS, prepare)
     due = asyncio.create_task(change.due())
-    await asyncio.sleep(0.02)
+    await settle()
     assert (due.done(), prepare.asked) == (False, [])
     file.write_text("decode")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert prepare.asked == ["decode"]
     withdrawn = asyncio.create_task(change.withdrawn())
-    await asyncio.sleep(0.02)
+    await settle()
     assert not withdrawn.done()
     file.unlink()
-    await asyncio.wait_for(withdrawn, 60)
+    await asyncio.wait_for(withdrawn, HANG_LIMIT_S)
 
 
 async def test_another_model_is_a_change_as_another_role_is(tmp_path: Path) -> None:
@@ -85,10 +86,10 @@ async def test_another_model_is_a_change_as_another_role_is(tmp_path: Path) -> N
     wish = lives(None, file)
     due = asyncio.create_task(LifeChange(wish, BEGINS, prepare).due())
     file.write_text("none of them")
-    await asyncio.sleep(0.02)
+    await settle()
     assert not due.done()
     file.write_text("org/Large\n")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert wish.wanted == Life(PREFILL, "org/Large")
 
 
@@ -97,12 +98,12 @@ async def test_what_has_just_failed_is_tried_when_it_is_wanted_anew(tmp_path: Pa
     file.write_text("org/Large")
     change = LifeChange(lives(None, file), BEGINS, prepare, failed=Life(PREFILL, "org/Large"))
     due = asyncio.create_task(change.due())
-    await asyncio.sleep(0.05)
+    await settle()
     assert (due.done(), prepare.asked) == (False, [])
     file.write_text("small")
-    await asyncio.sleep(0.05)
+    await until(lambda: change._failed is None)
     file.write_text("org/Large")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
 
 
 async def test_a_role_that_cannot_be_had_is_told_once_and_tried_when_it_is_wanted_anew(
@@ -114,15 +115,15 @@ async def test_a_role_that_cannot_be_had_is_told_once_and_tried_when_it_is_wante
     change = LifeChange(lives(file), BEGINS, prepare)
     with caplog.at_level(logging.ERROR):
         due = asyncio.create_task(change.due())
-        await asyncio.sleep(0.05)
+        await until(lambda: caplog.records)
     assert (due.done(), prepare.asked) == (False, ["decode"])
     (record,) = caplog.records
     assert vars(record)["reason"] == "no room for the draft"
     file.unlink()
-    await asyncio.sleep(0.05)
+    await until(lambda: change._failed is None)
     prepare.error = None
     file.write_text("decode")
-    await asyncio.wait_for(due, 60)
+    await asyncio.wait_for(due, HANG_LIMIT_S)
     assert prepare.asked == ["decode", "decode"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import errors, rpc
 from services.structured.form_places import NUM_PLACES
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 from worker import host
 from worker import sessions as session
 
@@ -126,14 +126,14 @@ async def status_of(call: Any) -> errors.TandemError:
 
 
 async def soon(event: asyncio.Event) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await event.wait()
     event.clear()
 
 
 async def events_of(call: Any, count: int) -> list[worker_pb2.WorkerEvent]:
     found: list[worker_pb2.WorkerEvent] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(found) < count:
             found.extend((await call.read()).events)
     return found
@@ -142,7 +142,7 @@ async def events_of(call: Any, count: int) -> list[worker_pb2.WorkerEvent]:
 async def test_hello_is_answered_at_once_with_the_load(served: tuple[Worker, Any]) -> None:
     call = served[1].Session()
     await call.write(batch(hello(worker_incarnation="")))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         first = await call.read()
     assert (first.worker_incarnation, len(first.events), first.load.running) == (INCARNATION, 0, 1)
 
@@ -185,7 +185,7 @@ async def test_commands_of_one_message_are_done_in_order(served: tuple[Worker, A
     call = served[1].Session()
     await call.write(batch(hello(), *(admit(f"r{index}") for index in range(5))))
     worker = served[0]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(worker.commands) < 5:
             worker.arrived.clear()
             await worker.arrived.wait()
@@ -218,7 +218,7 @@ async def test_commands_arrive_in_order_and_events_come_back(served: tuple[Worke
     await call.write(
         batch(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id="r3"))))
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(worker.commands) < 21:
             await soon(worker.arrived)
     assert [name for _, name in worker.commands] == [*(f"r{index}" for index in range(20)), "cancel r3"]
@@ -361,10 +361,8 @@ async def test_tokens_count_one_by_one_where_batches_are_split() -> None:
 async def test_the_load_comes_without_events_too(served: tuple[Worker, Any]) -> None:
     worker, stub = served
     call = await opened(stub)
-    watch = Stopwatch()
     loads = [(await call.read()).load.running for _ in range(3)]
     assert loads == [2, 3, 4]
-    assert watch.elapsed_s() < 2
     worker.sessions.load_changed()
     assert (await call.read()).load.running == 5
 
@@ -424,7 +422,7 @@ async def test_counts_come_first_and_when_they_are_others_once_a_second_at_most(
     said = []
     while not said or not said[-1].HasField("counts"):
         worker.sessions.load_changed()
-        said.append(await asyncio.wait_for(call.read(), 60))
+        said.append(await asyncio.wait_for(call.read(), HANG_LIMIT_S))
     assert said[-1].counts.preemptions == {"place": 2}
 
 
@@ -459,7 +457,7 @@ async def test_a_form_is_put_into_the_orders_that_name_its_place(served: tuple[W
     kept.admit.sequence.json_schema, kept.admit.sequence.form_place = "{}", 1
     named.admit.sequence.form_place = 1
     await call.write(batch(kept, named, named))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(worker.schemas) < 3:
             await soon(worker.arrived)
     assert worker.schemas == ["{}"] * 3

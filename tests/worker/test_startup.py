@@ -1,9 +1,7 @@
 """Worker processes from their command line to their end, without Redis: what is wrong is one sentence and a code."""
 
 import asyncio
-import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S, settle
 from worker import startup
 from worker.role_change import Life
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = HANG_LIMIT_S
 LOADING = "the draft is loading"
 SLOW_DRAFT = f"""
 import time
@@ -62,14 +62,6 @@ def start(checkpoint: Callable[..., Path]) -> Iterator[Start]:
         process.communicate()
 
 
-def free_port() -> int:
-    """A port below those that the system hands out: a worker takes it again in its next role, and nobody in between."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("a hundred ports are taken")
-
-
 def read_until(process: "subprocess.Popen[str]", *texts: str) -> None:
     """Reads the output until a line has the texts; a process that says nothing is ended, so that this is, too."""
     watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
@@ -105,7 +97,7 @@ def test_a_worker_changes_its_role_with_its_port_and_its_pages(start: Start, tmp
     for role in (other, first, other):
         file.write_text(role)
         read_until(process, f'"service":"{role}-worker"', '"ready"', f"127.0.0.1:{ports[0]}")
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=60) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=HANG_LIMIT_S) as page:
             assert f'program="{role}-worker"' in page.read().decode()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
@@ -189,8 +181,8 @@ async def test_a_change_waits_for_redis_through_which_the_worker_is_found(monkey
     process: Any = startup._Process(nothing, SimpleNamespace(awake=awake), None, lease, None)  # type: ignore[arg-type]
     role: Any = SimpleNamespace(name="decode", engine=lambda settings, model: "makes the engine")
     preparing = asyncio.create_task(process.prepare(Life(role, "a")))
-    await asyncio.sleep(0.05)
+    await settle()
     assert (preparing.done(), process.engines) == (False, {})
     lease.is_held = True
-    await asyncio.wait_for(preparing, 60)
+    await asyncio.wait_for(preparing, HANG_LIMIT_S)
     assert process.engines == {"decode": "makes the engine"}

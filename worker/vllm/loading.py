@@ -116,6 +116,7 @@ class VllmModel:
             core,
             on_preempted=self.allocator.end_use,
             claim_thread=claim_thread,
+            await_writes=torch.cuda.synchronize if self.gpu_uuid else lambda: None,
             adapters=load_adapters(settings.adapters, core),
         )
         self.adapters = frozenset(settings.adapters)
@@ -126,6 +127,7 @@ class VllmModel:
         )
         self.is_exact = False
         """A step of decoding writes other bits than one of a prompt does."""
+        self.kernels_error = ""  # vLLM does not load without its kernels
         self._dtype = str(self.pool.layout.dtype).removeprefix("torch.")
         self._arithmetic = _arithmetic(config, core)
         self._weights = weights_digest(settings.model_dir)

@@ -71,8 +71,7 @@ def _serve(rank: int, commands: socket.socket) -> None:
         while True:
             call: Call = peer.recv()
             answer = run_method(worker, call.method, call.args, call.kwargs)
-            if call.is_answered:
-                peer.send(answer)
+            peer.send(answer if call.is_answered else None)
     except (EOFError, ConnectionError) as error:
         raise WorkerLost("rank 0 of the worker has ended") from error
 

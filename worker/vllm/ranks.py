@@ -64,12 +64,17 @@ class RanksExecutor(UniProcExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """Calls a method on every rank. With `single_value`, as in a step, the first one's answer is all of it."""
+        """Calls a method on every rank, and returns after the last of them has finished.
+
+        With `single_value`, as in a step, the result is that of the first rank. The others only acknowledge: their
+        parts of the step's pages are written then.
+        """
         with self._explained():
             self._tell(Call(method, args, kwargs or {}, is_answered=not single_value))
             answer = super().collective_rpc(method, timeout, args, kwargs, single_value=True)
+            others = [peer.recv() for peer in self._peers]
             if not single_value:
-                answer = [answer, *(peer.recv() for peer in self._peers)]
+                answer = [answer, *others]
         if not non_block:
             return answer
         future: Future[Any] = Future()

@@ -46,6 +46,7 @@ class RunningCore:
 
     `claim_thread` is called on each thread before the first step there, such as the engine thread after the one that
     has loaded the model.
+    `await_writes` is called after each step, before its blocks are reported. It returns after the device's last write.
     `on_preempted` is called with the blocks that a held request has just lost, before any of them is written to.
     `adapters` are those that requests name.
     """
@@ -56,6 +57,7 @@ class RunningCore:
         *,
         on_preempted: Callable[[tuple[int, ...]], None],
         claim_thread: Callable[[], None],
+        await_writes: Callable[[], None],
         adapters: Mapping[str, LoRARequest] = MappingProxyType({}),
     ) -> None:
         scheduler = core.scheduler
@@ -65,6 +67,7 @@ class RunningCore:
         self._core = core
         self._adapters = adapters
         self._claim_thread = claim_thread
+        self._await_writes = await_writes
         self._thread_id = 0
         self._scheduler = scheduler
         self._cache = scheduler.kv_cache_manager
@@ -166,6 +169,7 @@ class RunningCore:
         has_news = self._books.has_news
         self._preempt_worse()
         outputs, _ = self._core.step()
+        self._await_writes()
         scheduled, preempted = self._books.take_step()
         self._left_out = None if preempted else self._best_left_out(sum(one.num_tokens for one in scheduled))
         by_id = {output.request_id: output for some in outputs.values() for output in some.outputs}

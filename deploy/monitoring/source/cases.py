@@ -467,7 +467,7 @@ CASES: Mapping[str, Sequence[Case]] = {
             at=5,
             labels={"kind": kind},
         )
-        for kind in ("clock", "left_out", "link", "unreachable", "storage")
+        for kind in ("clock", "flapping", "left_out", "link", "log", "unreachable", "storage")
     ),
     "TandemSpansDropped": (
         Case(

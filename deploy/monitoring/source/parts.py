@@ -286,11 +286,13 @@ STORE = (
     ),
     Alert(
         name="TandemTrouble",
-        expr='max by (kind) (tandem_troubles{kind=~"clock|left_out|link|unreachable|storage"}) > 0',
+        expr="max by (kind) "
+        '(tandem_troubles{kind=~"background_task|clock|flapping|left_out|link|log|unreachable|storage"}) > 0',
         for_="5m",
         severity="warning",
         summary="the gateways know of a trouble: {{ $labels.kind }}",
-        meaning="A clock is wrong, a worker is left out or unreachable, a link loses packets, or Redis needs care.",
+        meaning="A background task or a worker keeps failing, a clock is wrong, a worker is excluded or unreachable, "
+        "a link loses packets, a log cannot be written, or Redis needs care.",
         look=_LOOK,
         action="What `tandem doctor` says.",
     ),

@@ -15,7 +15,7 @@ import triton.language as tl
 
 BLOCK_TOKENS = 1024
 NOTHING_CHOSEN = -1
-"""In the place of a token: the row's logits are not finite, or all was ruled out."""
+"""In the place of a token: the row has NaN or plus infinity, or all of its tokens are ruled out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def _choose_in_block(
         score = tl.where(score < bound, -float("inf"), noisy)
     score = tl.where(is_token, score, -float("inf"))
     winner = tl.argmax(score, 0)
-    has_infinite = tl.max(tl.where(tl.abs(raw) < float("inf"), 0, 1), 0) > 0  # NaN is not less than anything
+    is_broken = tl.max(tl.where(raw < float("inf"), 0, 1), 0) > 0  # NaN is not less than anything
     place = row * num_blocks + block
-    tl.store(best + place, tl.where(has_infinite, float("nan"), tl.max(score, 0)))
+    tl.store(best + place, tl.where(is_broken, float("nan"), tl.max(score, 0)))
     tl.store(tokens + place, block * BLOCK + winner)
 
 

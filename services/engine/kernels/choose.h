@@ -93,10 +93,14 @@ inline T highest_of(const T* values, int64_t size) {
   return highest;
 }
 
-inline bool all_finite(const float* values, int64_t size) {
-  uint32_t found = 0;
-  for (int64_t i = 0; i < size; ++i) found |= (bits_of<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u;
-  return !found;
+// Whether the highest logit is a finite number. Minus infinity only rules its token out: models mask padding so.
+inline bool can_choose(const float* values, int64_t size) {
+  uint32_t is_broken = 0, is_finite = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    is_broken |= !(values[i] < std::numeric_limits<float>::infinity());  // NaN is not less than anything
+    is_finite |= values[i] > -std::numeric_limits<float>::infinity();
+  }
+  return !is_broken && is_finite;
 }
 
 // The lowest of the tokens with the highest logit.

@@ -84,10 +84,10 @@ class Guesser {
     int64_t& num = guesses_.num_chosen[b];
     Draw draw = guesses_.draws[b];
     draw.position += num;
-    const bool is_finite = all_finite(logits, size_);  // of a draft that gives NaN, nothing is likely
-    const int64_t token = is_finite ? choose(logits, draw) : 0;
+    const bool is_valid = can_choose(logits, size_);  // of a draft that gives NaN, nothing is likely
+    const int64_t token = is_valid ? choose(logits, draw) : 0;
     const float temperature = draw.temperature > 0 ? (float)draw.temperature : 1.0f;
-    const float probability = is_finite ? probability_of(logits, size_, token, temperature) : 0.0f;
+    const float probability = is_valid ? probability_of(logits, size_, token, temperature) : 0.0f;
     guesses_.chosen[b * guesses_.most + num] = token;
     guesses_.probabilities[b * guesses_.most + num] = probability;
     ++num;

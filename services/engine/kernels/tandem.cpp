@@ -226,7 +226,7 @@ void run_choices(const float* logits, int64_t vocab_size, const int64_t* rows, c
   std::vector<double> values;
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const float* row = logits + rows[i] * vocab_size;
-    if (!all_finite(row, vocab_size)) {
+    if (!can_choose(row, vocab_size)) {
       chosen[i] = NOT_FINITE;
     } else if (!(draws[i].temperature > 0)) {
       chosen[i] = likeliest(row, vocab_size);

@@ -20,7 +20,13 @@ import torch
 from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.model import Model
 from services.engine.parallel.decoder import check_step
-from services.engine.parallel.messages import StepMessage, receive_object, send_object, send_step
+from services.engine.parallel.messages import (
+    StepMessage,
+    await_acknowledgement,
+    receive_object,
+    send_object,
+    send_step,
+)
 from services.engine.parallel.part import RankPart
 from services.engine.parallel.processes import RankProcesses
 from services.engine.reference.decoder import DecoderStep
@@ -98,9 +104,11 @@ class RankGroup:
         return self.forward_with_states(step)[0]
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, hidden].
+        """Computes a step on all ranks. Returns its logits and states, each float32: [rows, V], [num_states, hidden].
 
-        Raises InvariantViolated for a step that is wrong, before any rank begins, and WorkerLost where one has ended.
+        Returns after the last write of every rank. Its own part may end earlier: without logits, no rank sends rank 0
+        any rows, and later stages still write. Raises InvariantViolated for an invalid step, before any rank begins,
+        and WorkerLost if a rank has ended.
         """
         assert self._part is not None, "the model is loaded first"
         check_step(step, self._part.source.config)
@@ -108,25 +116,21 @@ class RankGroup:
         with self._explained():
             for peer in self._processes.commands:
                 send_step(peer, message)
-            return self._part.forward_with_states(step)
+            outputs = self._part.forward_with_states(step)
+            for peer in self._processes.commands:
+                await_acknowledgement(peer)
+            return outputs
 
     def close(self) -> None:
         """Ends the other ranks. May be called again."""
         self._processes.close()
 
     def _model(self, part: RankPart, facts: list[dict[str, Any]]) -> Model:
-        source = part.source
         row_sums = [{name: int(value, 16) for name, value in fact["row_sums"].items()} for fact in facts]
         arithmetics = {fact["arithmetic"] for fact in facts} | {part.facts()["arithmetic"]}
         if len(arithmetics) > 1:
             raise ConfigError(f"the ranks of the worker compute differently: {', '.join(sorted(arithmetics))}")
-        return Model(
-            source.config,
-            self,
-            source.placement,
-            fingerprint=part.fingerprint(row_sums),
-            kernels=source.kernels,
-        )
+        return Model(part.source, self, fingerprint=part.fingerprint(row_sums))
 
     def _tell_all(self, value: dict[str, Any]) -> None:
         for peer in self._processes.commands:

@@ -19,6 +19,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 # A rank that dies is noticed by its connections and one that hangs by its silence; this only ends what both missed.
 STEP_TIMEOUT_S = 3600.0
+_STEP_TIMEOUT = timedelta(seconds=STEP_TIMEOUT_S)  # without it, send and recv wait only for CONNECT_TIMEOUT_S
 
 
 class Meeting:
@@ -56,11 +57,11 @@ class Meeting:
 
     def pass_on(self, rows: torch.Tensor) -> None:
         """Hands rows [T, N] to the same rank of the next stage."""
-        self._all.send([rows.contiguous()], self._shard.rank + self._shard.parallelism.tensor, 0).wait()
+        self._all.send([rows.contiguous()], self._shard.rank + self._shard.parallelism.tensor, 0).wait(_STEP_TIMEOUT)
 
     def take_over(self, rows: torch.Tensor) -> torch.Tensor:
         """Fills rows [T, N] with those that the stage before has passed on."""
-        self._all.recv([rows], self._shard.rank - self._shard.parallelism.tensor, 0).wait()
+        self._all.recv([rows], self._shard.rank - self._shard.parallelism.tensor, 0).wait(_STEP_TIMEOUT)
         return rows
 
     def bring_to_first(self, part: torch.Tensor | None, num_rows: int, num_columns: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ class Meeting:
         parallelism, rank = self._shard.parallelism, self._shard.rank
         if rank != 0:
             if part is not None and num_rows:
-                self._all.send([part.contiguous()], 0, 0).wait()
+                self._all.send([part.contiguous()], 0, 0).wait(_STEP_TIMEOUT)
             return torch.empty(0, num_columns)
         parts = []
         for tensor_rank in range(parallelism.tensor):
@@ -81,7 +82,7 @@ class Meeting:
                 continue
             received = torch.empty(num_rows, len(part_of(num_columns, parallelism.tensor, tensor_rank)))
             if num_rows:
-                self._all.recv([received], source, 0).wait()
+                self._all.recv([received], source, 0).wait(_STEP_TIMEOUT)
             parts.append(received)
         return torch.cat(parts, dim=1)
 
@@ -102,6 +103,6 @@ def _group(store: Store, rank: int, size: int) -> _Group:
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     made = gloo(store, rank, size, options)
-    made._set_default_timeout(timedelta(seconds=STEP_TIMEOUT_S))
+    made._set_default_timeout(_STEP_TIMEOUT)
     group: _Group = made
     return group

@@ -1,6 +1,7 @@
-"""What rank 0 tells the other ranks: short JSON objects while they start, then one message of plain arrays per step.
+"""Messages between rank 0 and the other ranks: JSON objects while they start, then plain arrays for each step.
 
-The ends of these sockets were inherited from a parent by its child: nobody else can write to them. Nothing is pickled.
+A rank acknowledges each step with one byte. The ends of these sockets were inherited from a parent by its child, so no
+other process can write to them. Nothing is pickled.
 """
 
 import json
@@ -17,6 +18,7 @@ from services.runtime.errors import WorkerLost
 
 _LENGTH = struct.Struct("<Q")
 _STEP = struct.Struct("<5Q")  # tokens, sequences, pages of a table, wanted logits and states, states
+_DONE = b"\x01"
 MAX_OBJECT_BYTES = 64 << 20
 
 
@@ -76,6 +78,20 @@ def receive_step(peer: socket.socket) -> StepMessage | None:
     )
     positions, wanted = wide[num_tokens : 2 * num_tokens], wide[3 * num_tokens :]
     return StepMessage(wide[:num_tokens], positions, batch, wanted, num_states)
+
+
+def acknowledge_step(peer: socket.socket) -> None:
+    """Reports that this rank has finished its last write of the step. Raises OSError if rank 0 has ended."""
+    peer.sendall(_DONE)
+
+
+def await_acknowledgement(peer: socket.socket) -> None:
+    """Waits until a rank has finished its last write of the oldest unacknowledged step.
+
+    Raises WorkerLost if the rank has ended.
+    """
+    if _receive(peer, len(_DONE)) is None:
+        raise WorkerLost("a rank of the worker has ended")
 
 
 def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -> None:

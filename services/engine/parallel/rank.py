@@ -97,7 +97,7 @@ def _run(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> i
 
 def _serve(rank: int, commands: socket.socket) -> None:
     # Libraries are loaded when it can be seen that this process lives.
-    from services.engine.parallel.messages import receive_object, receive_step, send_object
+    from services.engine.parallel.messages import acknowledge_step, receive_object, receive_step, send_object
     from services.engine.parallel.part import RankPart
 
     settings, _ = receive_object(commands)
@@ -110,6 +110,7 @@ def _serve(rank: int, commands: socket.socket) -> None:
     part.use_pool(map_pool(fds[0], layout["num_bytes"]), layout)
     while (step := receive_step(commands)) is not None:
         part.compute(step)
+        acknowledge_step(commands)
 
 
 def map_pool(fd: int, num_bytes: int) -> mmap.mmap:

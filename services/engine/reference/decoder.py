@@ -33,7 +33,10 @@ class DecoderStep:
 
 
 class Decoder(Protocol):
-    """Computes steps of one model."""
+    """Computes steps of one model. On a CPU, a method returns after the last write to the pool by every rank.
+
+    On a GPU, the writes are complete when the current stream is.
+    """
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
         """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""

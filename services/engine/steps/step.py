@@ -16,7 +16,7 @@ PROMPT_ROWS = 64
 
 
 class NonFiniteLogits(TandemError):
-    """The model gave NaN or infinity for a sequence, or nothing was left to choose from: no token can be trusted."""
+    """The model gave NaN or plus infinity for a sequence, or ruled all tokens out: no token can be trusted."""
 
 
 class NothingAllowed(NonFiniteLogits, GrammarExhausted):

@@ -127,9 +127,7 @@ class PrefillTerms(NamedTuple):
 class DecodeTerms(NamedTuple):
     """What a decode worker alone decides of a request's price, which is at least `least_s` there.
 
-    Sorts by that, then by `position`. `common_s` is due wherever the prompt is computed, `local_s` if D computes it,
-    with `first_s`, the time to the first token, as a part. `stretched_s` is a step of D's batch that has a part of the
-    prompt in it.
+    Sorts by that, then by `position`. `common_s` is due in any case. `local_s` is due if D computes the prompt.
     """
 
     least_s: float
@@ -142,7 +140,6 @@ class DecodeTerms(NamedTuple):
     common_s: float
     queue_s: float
     first_s: float
-    stretched_s: float
     itl_s: float
     redone_s: float
     local_s: float
@@ -292,7 +289,7 @@ class Prices:
                 more_s, num_chunks = work_s - speed.overhead_s, 1 + (lacking - 1) // chunk_tokens
                 far_s = elsewhere_s + token_s * lacking
             step_s = base_s + context_s * (context + half_context)
-            pressure_s = place_s = stretched_s = 0.0
+            pressure_s = place_s = 0.0
             reserve = share * pages_total
             left = available - all_tokens / page_size
             if left < reserve:
@@ -304,7 +301,6 @@ class Prices:
             if batch is not None:
                 running, now_step_s, stretch, steps_left = batch
                 num_steps = num_chunks if num_chunks > (least_steps := more_s / stretch) else least_steps
-                stretched_s = now_step_s + work_s / num_steps
                 first_s += (num_steps if num_steps < steps_left else steps_left) * now_step_s
                 num_disturbed = running if running > disturbed else disturbed
             itl_s = work_s * num_disturbed
@@ -312,14 +308,14 @@ class Prices:
             remote_s = far_s + INTERFERENCE * queue_s
             least_s = common_s + (remote_s if remote_s < local_s else local_s)
             terms = (least_s, position, view, cached, step_s, pressure_s, place_s, common_s, queue_s)
-            priced.append(terms + (first_s, stretched_s, itl_s, redone_s, local_s))  # noqa: RUF005 - an unpacking costs more
+            priced.append(terms + (first_s, itl_s, redone_s, local_s))  # noqa: RUF005 - an unpacking costs more
         return priced
 
     def price(self, terms: Terms) -> PricedWay:
         """Returns the whole price at a decode worker: with the best prefill worker for it, or with none."""
         at = DecodeTerms._make(terms)
         best, transfer_s, remote_s = self._remote(at)
-        ruled = self.settings.disaggregation.rule(self.request.num_prompt_tokens - at.cached_tokens, at.stretched_s)
+        ruled = self.settings.disaggregation.rule(self.request.num_prompt_tokens - at.cached_tokens)
         reason: Reason
         if best is None:
             reason, is_remote = "no_prefill_worker", False

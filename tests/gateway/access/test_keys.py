@@ -21,8 +21,9 @@ from gateway.access.keys import (
     toml_tenant,
 )
 from gateway.limits import SERVICE_CLASSES
-from services.cluster.rate_limits import TenantLimits
+from services.cluster.tenant_usage import TenantLimits
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 
 DIGEST = "a" * 64
 FULL = f"""
@@ -273,7 +274,7 @@ async def test_a_replaced_file_is_seen_within_two_seconds(key_file, tmp_path):
     other = tmp_path / "new.toml"
     other.write_text(HEAD.replace('"t"', '"u"'))
     other.replace(key_file)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while followed.keys.keys[DIGEST].tenant != "u":  # noqa: ASYNC110 - the file is looked at once a second
             await asyncio.sleep(0.02)
     assert followed.num_checks <= 3

@@ -6,6 +6,8 @@ import json
 
 import openai
 
+from tests.waiting import HANG_LIMIT_S
+
 ANSWER = [71, 72, 73]
 """Token ids of every answer."""
 OVER = ("completed", "failed", "expired", "cancelled")
@@ -35,7 +37,7 @@ async def created(client, rows, *, endpoint="/v1/completions", **fields):
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
 
-async def until_status(client, batch, *statuses, timeout_s=30):
+async def until_status(client, batch, *statuses, timeout_s=HANG_LIMIT_S):
     async with asyncio.timeout(timeout_s):
         while True:
             with contextlib.suppress(openai.InternalServerError):  # Redis may be away
@@ -46,7 +48,7 @@ async def until_status(client, batch, *statuses, timeout_s=30):
 
 
 async def until_completed(client, batch, num_rows):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while (await client.batches.retrieve(batch.id)).request_counts.completed < num_rows:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

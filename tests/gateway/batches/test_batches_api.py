@@ -15,6 +15,7 @@ from tests.gateway.batches.clients import (
     jsonl,
     row,
 )
+from tests.waiting import HANG_LIMIT_S
 
 WRONG_BATCHES = [
     ({"input_file_id": "file-none"}, "input_file_id"),
@@ -64,7 +65,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
             reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             writer.write(f"{head}content-length: {num_bytes}\r\n\r\n".encode())
-            assert status in await asyncio.wait_for(reader.readline(), 60)
+            assert status in await asyncio.wait_for(reader.readline(), HANG_LIMIT_S)
             writer.close()
 
 

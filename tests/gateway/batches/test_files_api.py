@@ -11,6 +11,7 @@ from gateway.access.keys import ApiKey, digest_of_key, toml_entry
 from gateway.batches.files_api import MAX_UPLOADS, MAX_UPLOADS_OF_TENANT
 from services.cluster.files import CHUNK_BYTES, Room
 from services.runtime.errors import StoreUnavailable
+from tests.waiting import HANG_LIMIT_S, until
 
 LARGEST = 3 * CHUNK_BYTES
 
@@ -28,13 +29,6 @@ async def client(system):
 
 async def sent(client, content=b"{}\n", **fields):
     return await client.files.create(file=("näme.jsonl", content), purpose="batch", **fields)
-
-
-async def until(holds):
-    """Waits for what the gateway does behind an answer's back."""
-    async with asyncio.timeout(60):
-        while not await holds():  # noqa: ASYNC110 - it is told by nobody
-            await asyncio.sleep(0.01)
 
 
 async def test_a_file_comes_back_as_it_was_sent(system, client):
@@ -177,7 +171,7 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=a\r\n"
     part = b'--a\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 100
     writer.write(head + b"content-length: 1000\r\n\r\n" + part)
-    assert b" 408 " in await asyncio.wait_for(reader.readline(), 60)
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), HANG_LIMIT_S)
     writer.close()
     monkeypatch.setattr(gateway.batches.files_api, "MAX_UPLOAD_S", 60)
     _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.batches.pending import MAX_TIMEOUTS, PendingRow, PendingRows, RowAnswer, later_s
 from gateway.batches.rows import Line
+from tests.waiting import HANG_LIMIT_S
 
 
 def test_a_row_that_is_put_off_comes_again_after_its_time():
@@ -39,11 +40,11 @@ async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pe
     waiting = asyncio.create_task(pending.is_due())
     await asyncio.sleep(0)
     pending.put_off(second, 0.01)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         assert await waiting
     assert await pending.take() == (second, b"read again at 3")
     waiting = asyncio.create_task(pending.is_due())
     await asyncio.sleep(0)
     pending.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         assert not await waiting

@@ -21,7 +21,7 @@ from protos import worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import Room
 from services.cluster.keys import Keys
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.gateway.batches.clients import (
     BATCH_CLASS,
     OVER,
@@ -36,6 +36,7 @@ from tests.gateway.batches.clients import (
     until_completed,
     until_status,
 )
+from tests.waiting import HANG_LIMIT_S
 
 
 async def test_every_row_is_answered_as_its_request_would_be(make, script):
@@ -163,7 +164,7 @@ async def test_rows_of_texts_wait_for_workers_and_survive_one_that_dies(make, wo
         await system.add(worker_type("prefill", "prefill-0", die, on_embed=die))
         await system.until(lambda: system.workers["prefill-0"].attempts)
         await system.add(worker_type("prefill", "prefill-1", embeds.give_vector, on_embed=embeds.give_vector))
-        batch = await until_status(client, batch, *OVER, timeout_s=60)
+        batch = await until_status(client, batch, *OVER, timeout_s=HANG_LIMIT_S)
         assert (batch.status, counts(batch)) == ("completed", (6, 6, 0))
 
 
@@ -388,7 +389,7 @@ async def test_another_gateway_goes_on_when_the_owner_is_gone_and_the_owner_come
         await until_completed(client, batch, num_rows - 3)
         owner, successor = await parted(first, second)
         cut = cut_off(owner)
-        change(owner, batch, lease=0)
+        end_lease(owner, batch)
         # The successor claims it and asks anew for what was under way.
         await first.until(lambda: successor.gateway.batches.runs.keys() == {batch.id})
         script.gate.set()
@@ -407,6 +408,15 @@ def change(system, batch, **fields):
     key = Keys(system.cluster).batch_prefix + batch.id
     with redis.Redis.from_url(system.redis_url) as client:
         assert client.hset(key, mapping=fields) == 0  # none of the fields is new
+
+
+def end_lease(system, batch):
+    """Lets another gateway claim a batch that is pinned to no region."""
+    keys = Keys(system.cluster)
+    with redis.Redis.from_url(system.redis_url) as client:
+        tenant = client.hget(keys.batch_prefix + batch.id, "tenant").decode()
+        client.zadd(f"{keys.waiting_batches_prefix}*/{tenant}", {batch.id: 0})
+        client.zadd(keys.waiting_batches_prefix + "*", {tenant: 0})
 
 
 async def parted(first, second):
@@ -440,7 +450,7 @@ async def test_a_leaving_gateway_waits_for_rows_that_end_soon(make, script):
         await first.until(lambda: len(script.running) == 2)
         leaving, _ = await parted(first, second)
         asks = other if leaving is first else client
-        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=20))
+        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=HANG_LIMIT_S))
         await asyncio.sleep(0)
         script.gate.set()
         await closing
@@ -614,11 +624,24 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
         for num_faults in range(1, gateway.batches.runner.MAX_FAULTS):
             await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches.runs)
             assert (await client.batches.retrieve(batch.id)).status == "in_progress"
-            change(system, batch, lease=0)
+            end_lease(system, batch)
         batch = await until_status(client, batch, *OVER)
     assert batch.status == "failed"
     assert [error.code for error in batch.errors.data] == ["internal_error"]
     assert batches.faults[batch.id] == gateway.batches.runner.MAX_FAULTS
+
+
+async def test_what_redis_refuses_for_good_fails_the_batch(make, monkeypatch):
+    system = await make()
+
+    async def refuse(*args, **kwargs):
+        raise StoreRefused("Redis refused a command: no permissions")
+
+    monkeypatch.setattr(system.gateway.batches.store, "record", refuse)
+    async with client_of(system) as client:
+        batch = await until_status(client, await created(client, [row(0)]), *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["storage_refused"]
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):

@@ -12,10 +12,11 @@ from gateway.access.keys import digest_of_key
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import rpc
 from tests.attack.http2 import Connection, grpc_headers, message_prefix
+from tests.waiting import HANG_LIMIT_S
 
 KEY = "tandem-a-tenants-key-0123456789"
 SHOWN = (("authorization", f"Bearer {KEY}"),)
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from gateway.edge.grpc_chat import chat_call
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime.errors import InvalidRequest
 from tests.gateway.test_chat_tools import ARGUMENTS, ASKED, TOOLS, folder_of, serve
+from tests.waiting import HANG_LIMIT_S
 
 __all__ = ["folder_of", "serve"]  # fixtures
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 MODES = inference_pb2.ToolChoice
 TOLD = [
     inference_pb2.Tool(

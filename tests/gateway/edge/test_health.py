@@ -67,7 +67,7 @@ def test_workers_redis_and_troubles_are_checks() -> None:
     trouble = TroubleReport("gone", "decode-1", "it vanished", "look at it", 1e9)
     found = failing(facts(is_ready=False, is_redis_available=False, troubles=[trouble]))
     assert found == {
-        "ready": "too few workers are ready",
+        "ready": "too few workers, or a failing task",
         "redis": "Redis does not answer: no worker can join",
         "troubles": "gone decode-1: it vanished",
     }
@@ -85,6 +85,6 @@ async def test_it_is_asked_for_by_a_parameter_and_follows_what_is(make_system: A
     page = msgspec.convert((await system.http.get("/health?verbose")).json(), Health)
     assert (page.status, page.health) == ("alive", "degraded")
     assert page.checks
-    assert [check.reason for check in page.checks if not check.ok] == ["too few workers are ready"]
+    assert [check.reason for check in page.checks if not check.ok] == ["too few workers, or a failing task"]
     await system.add_pair(pair_type([5, 1]))
     assert (await system.http.get("/health?verbose=1")).json()["health"] == "ok"

@@ -1,5 +1,6 @@
 """Pages over HTTP: models, probes, metrics and the cluster."""
 
+import asyncio
 from types import SimpleNamespace
 
 import grpc
@@ -10,6 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from gateway.edge.pages import scrape_targets
 from gateway.openapi.answers import RequestPlace
 from protos import cluster_pb2, cluster_pb2_grpc
+from services.cluster.placements import Placement, PlacementStore, State
 from services.runtime.version import version
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -39,6 +41,7 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert [worker["id"] for worker in cluster["workers"]] == ["decode-0", "prefill-0"]
     assert set(cluster["workers"][0]) == {
         *("id", "role", "pid", "host", "region", "address", "incarnation", "state", "model", "pool", "exact", "pages"),
+        "transfer_address",
         *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s", "channels"),
         *("tensor_parallel", "pipeline_parallel", "identity", "left_out", "unreachable", "circuit", "counts", "pool"),
         *("page_tokens", "kv_bytes_per_token", "max_running", "waiting_tokens", "speed"),
@@ -69,6 +72,22 @@ async def test_a_request_is_found_wherever_it_is(make_system, pair_type, answer)
         stub = cluster_pb2_grpc.ClusterStub(channel)
         place = await stub.Locate(cluster_pb2.LocateRequest(request_id=said["id"]))
     assert (place.state, place.attempt, place.decode_worker) == ("finished", 1, "decode-0")
+
+
+async def test_a_request_of_a_dead_gateway_is_interrupted_and_one_of_a_living_gateway_is_not(make_system):
+    system = await make_system()
+    placements = PlacementStore(system.gateway._store)
+    for request_id, gateway in (("mine", system.gateway.incarnation), ("lost", "b" * 32)):
+        await placements.move(Placement(request_id, 1, State.TRANSFERRING, gateway, "prefill-0", "decode-0", 1))
+
+    async def place_of(request_id):
+        return (await system.http.get(f"/cluster/requests/{request_id}")).json()
+
+    async with asyncio.timeout(60):
+        while (lost := await place_of("lost"))["state"] != "interrupted":  # noqa: ASYNC110 - the state is in Redis
+            await asyncio.sleep(0.01)  # The gateway makes its presence known after its start.
+    assert msgspec.convert(lost, RequestPlace).last_state == State.TRANSFERRING
+    assert (await place_of("mine"))["state"] == "transferring"
 
 
 PLAIN = "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"

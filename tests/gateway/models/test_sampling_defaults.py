@@ -10,6 +10,7 @@ from gateway.models.sampling_defaults import read_defaults, with_defaults
 from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime.errors import ModelError
+from tests.waiting import HANG_LIMIT_S
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 7, "eos_token_id": [1]}
 
@@ -82,7 +83,7 @@ async def test_requests_by_grpc_get_them(start):
             (inference_pb2.SamplingParams(top_k=-1, top_p=1.0), (0.6, 1.0, 1.0, 0)),
         ):
             request = inference_pb2.GenerateRequest(text="a", sampling=sampling)
-            await stub.GenerateUnary(request, timeout=60)
+            await stub.GenerateUnary(request, timeout=HANG_LIMIT_S)
             assert seen(system) == expected
 
 

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from gateway.models.turns import Turns
+from tests.waiting import HANG_LIMIT_S, until
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 def steps(name, order, num_steps, *, may_begin=None):
@@ -18,12 +19,6 @@ def steps(name, order, num_steps, *, may_begin=None):
         order.append(name)
         yield
     return name
-
-
-async def until(holds):
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
-            await asyncio.sleep(0.001)
 
 
 async def test_tenants_take_turns_whatever_they_have_waiting():
@@ -85,7 +80,7 @@ async def test_no_step_is_begun_for_a_caller_that_has_gone():
     turns, order, may_begin = Turns(1), [], threading.Event()
     first = asyncio.create_task(turns.run(steps("first", order, 1, may_begin=may_begin)))
     gone = asyncio.create_task(turns.run(steps("gone", order, 1)))
-    await asyncio.sleep(0.01)
+    await until(lambda: turns.num_waiting == 1)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     may_begin.set()

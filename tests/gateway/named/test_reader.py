@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ async def test_deadline_of_who_began_is_not_that_of_who_joined(system, answer, m
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         if is_resumed:
-            left = generate(stub, timeout_s=20)
+            left = generate(stub, timeout_s=HANG_LIMIT_S)
             await left.read()
             left.cancel()
             await system.until(lambda: len(system.workers["decode-0"].cancelled) == 1)
         hurried = generate(stub, timeout_s=2)
         assert list((await hurried.read()).token_ids) == answer[:3]
-        patient = aiter(generate(stub, timeout_s=20))
+        patient = aiter(generate(stub, timeout_s=HANG_LIMIT_S))
         token_ids = list((await anext(patient)).token_ids)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await hurried.read()

@@ -36,6 +36,7 @@ from services.runtime.errors import (
 )
 from tests.examples import examples
 from tests.gateway.named.calls import keyed, named, sampling, text_of
+from tests.waiting import HANG_LIMIT_S, settle, until
 
 
 class FakeRequests:
@@ -278,7 +279,7 @@ def test_whatever_happens_each_client_reads_the_one_answer(
         client.check(world.requests[0], seed, num_choices, max_tokens=max_tokens, stop=stop)
 
     async def play():
-        async with World(redis_url, model_tokenizer, answer_ids, seed) as world, asyncio.timeout(60):
+        async with World(redis_url, model_tokenizer, answer_ids, seed) as world, asyncio.timeout(HANG_LIMIT_S):
             made = [Client(lambda last: keyed(last=last, **asked)) for _ in clients]
             await asyncio.gather(*(live(world, *each) for each in zip(made, clients, strict=True)))
 
@@ -289,12 +290,6 @@ def test_whatever_happens_each_client_reads_the_one_answer(
 async def world(redis_url, model_tokenizer, answer_ids):
     async with World(redis_url, model_tokenizer, answer_ids) as made:
         yield made
-
-
-async def until(holds):
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
-            await asyncio.sleep(0.002)
 
 
 async def test_one_generation_serves_all_who_come_with_the_key(world):
@@ -329,7 +324,7 @@ async def test_generation_ends_with_its_last_reader_and_goes_on_from_its_tokens(
     watching = asyncio.ensure_future(other.read(world.journals[0]))
     await until(lambda: len(other.tokens.get(0, ())) >= 6)
     reading.cancel()
-    await asyncio.sleep(0.05)
+    await settle()
     assert requests.num_running == 1
     watching.cancel()
     await until(lambda: requests.num_running == 0)
@@ -520,7 +515,7 @@ async def test_what_redis_did_not_take_at_once_is_written_before_any_token(world
     world.requests[0].held_at = 0
     world.stores[0]._breaker.trip(SYSTEM_CLOCK.monotonic())
     reading = asyncio.ensure_future(Client(lambda last: keyed(last=last)).read(world.journals[0]))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while not await world.stores[1]._client.keys(world.stores[1].keys.journal_prefix + "*"):  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.01)
     world.requests[0].released.set()

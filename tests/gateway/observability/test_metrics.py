@@ -16,6 +16,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.connections import Connections
 from gateway.http.metrics import HttpUse
 from gateway.limits import SERVICE_CLASSES
+from gateway.observability.background_tasks import BackgroundTaskMetrics
 from gateway.observability.bottlenecks import BottleneckWatch
 from gateway.observability.metrics import MAX_TENANTS, OTHER_TENANTS, Metrics
 from gateway.topology.counts import Counts, HostTierPages
@@ -31,6 +32,7 @@ from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import judge_gpu
+from tests.waiting import HANG_LIMIT_S
 from worker.config import WorkerConfig
 from worker.gpu_use import GpuUse
 from worker.metrics import Load as OwnLoad
@@ -258,7 +260,7 @@ async def test_a_worker_that_is_left_alone_shows_it(make_system, worker_type, pa
     await system.add(busy)
     assert await circuit() == "closed"
     assert (await figures_of(system))[name, {"worker": "decode-1", "state": "closed"}] == 1
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while await circuit() == "closed":
             assert (await system.complete(max_tokens=100)).status_code == 200
         assert await circuit() in ("open", "half_open")
@@ -448,6 +450,7 @@ def all_moved():
     )
     metrics.note_storage(use, StorageBounds(file_bytes=2, journal_bytes=2, answer_bytes=2))
     metrics.watch(HttpUse(Connections(), Bodies(0)))
+    metrics.watch(BackgroundTaskMetrics(SimpleNamespace(num_failures={"workers": 2})))
     population, clock = {("tiny", "normal", "queued"): 1}, ManualClock()
     metrics.watch_requests(lambda: population)
     bottlenecks = BottleneckWatch(list, lambda: population, clock=clock)
@@ -479,7 +482,7 @@ def worker_page():
         environ={},
     )
     metrics.serve(settings, lambda: OwnLoad(8, 5, 0, 1, 2))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_LIMIT_S) as response:
         return response.read().decode()
 
 

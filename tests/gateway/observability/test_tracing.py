@@ -13,6 +13,7 @@ from services.runtime import telemetry
 from services.runtime.errors import Overloaded, TransferFailed
 from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN
 from tests.kept_spans import KeptSpans, events_of
+from tests.waiting import HANG_LIMIT_S
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT_SPAN_ID = "00f067aa0ba902b7"
@@ -308,11 +309,11 @@ async def test_what_is_not_in_the_sample_leaves_nothing(system, spans):
     response = await system.complete()
     assert response.status_code == 200
     assert response.headers["traceparent"].endswith("-00")
-    assert await system.gateway.requests.wait_until_idle(timeout_s=60)
+    assert await system.gateway.requests.wait_until_idle(timeout_s=HANG_LIMIT_S)
     assert spans.spans == []
     spans.samples_all = True
     await system.http.post("/v1/completions", json={"prompt": [5]}, headers=headers("00"))
-    assert await system.gateway.requests.wait_until_idle(timeout_s=60)
+    assert await system.gateway.requests.wait_until_idle(timeout_s=HANG_LIMIT_S)
     assert spans.spans == [], "the client's decision goes before"
     await system.http.post("/v1/completions", json={"prompt": [5]}, headers=headers("01"))
     await trace_of(system, spans)
@@ -357,7 +358,7 @@ async def test_what_was_slow_is_exported_whatever_the_sample(make_system, pair_t
     system = await make_system(slow_request_s=0.15)
     await system.add_pair(pair_type(answer, step_s=0.001))
     await system.complete()
-    assert await system.gateway.requests.wait_until_idle(timeout_s=60)
+    assert await system.gateway.requests.wait_until_idle(timeout_s=HANG_LIMIT_S)
     assert spans.spans == []
     slow = pair_type(answer, step_s=0.05)
     for worker in system.workers.values():

@@ -1,11 +1,15 @@
 """The chat API's answers, byte for byte, and as the types that the document describes."""
 
+import json
+
 import msgspec
 import pytest
 
 from gateway.openai.answers import ChatCompletion, ChatCompletionChunk
 from gateway.openai.chat import ChatRequest, ChatWriter
+from gateway.openai.requests import parse
 from gateway.types import Delta, TokenLogprobs
+from services.runtime.errors import InvalidRequest
 from services.structured.form import ToolFormat
 from tests.gateway.openai.writers import USAGE, events_of, whole_of, writer_of
 
@@ -89,3 +93,10 @@ def test_a_delta_that_shows_nothing_is_no_event():
     writer = chat(TOOLS | {"parallel_tool_calls": False}, tool_format=ToolFormat.HERMES)
     assert writer.chunk(0, Delta(0, [], CALL), None) != b""
     assert writer.chunk(0, Delta(0, [], CALL), None) == b""
+
+
+@pytest.mark.parametrize("message", [None, 1, "a", []])
+def test_a_message_that_is_no_object_is_refused_before_anything_reads_it(message):
+    request, _ = parse(json.dumps({"messages": [{"role": "user", "content": "a"}, message]}).encode(), ChatRequest)
+    with pytest.raises(InvalidRequest, match=r"messages\[1\] must be an object"):
+        request.call()

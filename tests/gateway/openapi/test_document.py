@@ -132,8 +132,6 @@ def bounds_of(field: str, schema: Any) -> list[tuple[str, Any, Any]]:
     if "maximum" in schema:
         high = schema["maximum"]
         add("maximum", high, high + 1 if whole else math.nextafter(high, math.inf))
-    if "exclusiveMinimum" in schema:
-        add("exclusive-minimum", 1e-300, schema["exclusiveMinimum"])
     if "maxLength" in schema:
         add("max-length", "x" * schema["maxLength"], "x" * (schema["maxLength"] + 1))
     if "minLength" in schema:

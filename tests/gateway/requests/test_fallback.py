@@ -15,6 +15,7 @@ from gateway.types import Delta
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError, TransferFailed, WorkerUnavailable
 from tests.examples import examples
+from tests.waiting import HANG_LIMIT_S
 
 REFUSALS = {"full": Overloaded, "absent": WorkerUnavailable}
 ENDS = {"late": DeadlineExceeded, "torn": TransferFailed}
@@ -157,7 +158,7 @@ async def answer_or_wait(models, accepted):
     """What `answer` gave or raised; None where it would wait for ever."""
     task = asyncio.create_task(answer(models, accepted))
     stuck = asyncio.create_task(models.is_stuck.wait())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await asyncio.wait((task, stuck), return_when=asyncio.FIRST_COMPLETED)
     is_done = task.done()
     stuck.cancel()
@@ -266,7 +267,7 @@ async def test_a_call_that_a_worker_has_taken_is_left_there_however_long_its_pro
         await asyncio.sleep(0.002)
         models.now_s += 1.0
     prompt_done.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while len(models.begun_by) < NUM_TOKENS:  # noqa: ASYNC110 - the condition is other tasks' state
             await asyncio.sleep(0.001)
     task.cancel()

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from gateway.requests.fan_out import MAX_WAITING_PARTS, all_of, merged
+from tests.waiting import HANG_LIMIT_S
 
 
 class Streams:
@@ -54,7 +55,7 @@ async def test_first_failure_ends_all():
 @pytest.mark.parametrize("num_streams", [1, 2, 5])
 async def test_a_reader_that_leaves_with_parts_waiting_ends_all_at_once(num_streams):
     streams = Streams()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         async with contextlib.aclosing(merged([streams.of(range(10**6)) for _ in range(num_streams)])) as parts:
             await anext(parts)
             # Now the queue is full, and every stream waits for room in it.
@@ -74,7 +75,7 @@ async def test_results_come_in_order_and_the_first_failure_cancels_the_rest():
     async def fail():
         raise ValueError("broken")
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         with pytest.raises(ValueError, match="broken"):
             await all_of([asyncio.sleep(3600), fail()])
     assert len(asyncio.all_tasks()) == 1

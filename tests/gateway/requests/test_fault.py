@@ -5,7 +5,17 @@ import pytest
 from gateway.requests.fault import Fault, fault_of
 from gateway.topology.events import Cancelled, Failed, Unfit
 from gateway.topology.reports import WorkerLoad
-from services.runtime.errors import InternalError, LayoutMismatch, NoFreePages, TransferFailed, WorkerLost
+from services.runtime.errors import (
+    ChannelUnreachable,
+    InternalError,
+    LayoutMismatch,
+    LinkRefused,
+    NoFreePages,
+    PeerUnreachable,
+    TransferFailed,
+    WorkerLost,
+    WorkerUnavailable,
+)
 
 
 class Worker:
@@ -23,6 +33,9 @@ class Attempt:
         self.is_move, self.is_at_giver = is_move, is_at_giver
         self.token_sources = set()
         self._computing = computing
+
+    def is_at(self, session):
+        return True
 
     def may_compute(self, session):
         return self._computing == "both" or (session is self.prefill) == (self._computing == "prefill")
@@ -42,13 +55,29 @@ def test_a_worker_that_died_while_the_giver_computed_is_not():
     assert attempt.fault(attempt.decode, WorkerLost("gone")).suspects == ()
 
 
-@pytest.mark.parametrize("error", [TransferFailed("x"), LayoutMismatch("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransferFailed("x"),
+        LayoutMismatch("x"),
+        WorkerUnavailable("x"),
+        PeerUnreachable("x"),
+        LinkRefused("x"),
+        ChannelUnreachable("x"),
+    ],
+)
 def test_what_one_worker_says_of_a_transfer_is_about_the_other(error):
     attempt = Attempt()
-    assert attempt.fault(attempt.decode, error) == Fault(error, suspects=(attempt.prefill,))
-    assert attempt.fault(attempt.prefill, error) == Fault(error, suspects=(attempt.decode,))
+    prefill, decode = attempt.prefill, attempt.decode
+    assert attempt.fault(decode, error) == Fault(error, suspects=(prefill,), accused=prefill)
+    assert attempt.fault(prefill, error) == Fault(error, suspects=(decode,), accused=decode)
     attempt.token_sources.add(attempt.prefill)
     assert not attempt.fault(attempt.decode, error).is_fresh
+
+
+def test_a_worker_that_is_leaving_accuses_no_other():
+    attempt = Attempt(is_draining=True)
+    assert attempt.fault(attempt.prefill, WorkerUnavailable("the prefill worker is leaving")).accused is None
 
 
 @pytest.mark.parametrize("facts", [{"is_move": True}, {"has_prefill": False}, {"is_draining": True}])

@@ -8,7 +8,8 @@ import pytest
 
 from gateway.requests.attempt import Attempt
 from protos import worker_pb2
-from services.runtime.errors import InternalError
+from services.runtime.errors import ChannelUnreachable, InternalError, Overloaded
+from tests.waiting import HANG_LIMIT_S
 
 
 def is_trial(attempt):
@@ -74,7 +75,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     system, broken = breakable
     bad = f"{role}-0"
     broken.add(bad)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while (await circuits(system))[bad] is None:
             assert (await system.complete(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
     shown = (await circuits(system))[bad]
@@ -124,18 +125,6 @@ async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, c
         await until_circuit(system, worker_id, "closed")
 
 
-async def test_pairs_that_are_kept_apart_are_shown(breakable):
-    system, _ = breakable
-    dispatcher = system.gateway.requests._dispatcher
-    for _ in range(3):
-        dispatcher._breakers.failed(("prefill-0", "decode-1"), dispatcher._clock.monotonic())
-    (pair,) = (await system.http.get("/cluster")).json()["cut_pairs"]
-    assert (pair["prefill_id"], pair["decode_id"], pair["state"]) == ("prefill-0", "decode-1", "open")
-    dispatcher._breakers.trip(("prefill-1", "decode-1"), dispatcher._clock.monotonic())
-    states = [pair["state"] for pair in (await system.http.get("/cluster")).json()["cut_pairs"]]
-    assert states == ["open", "suspected"], "there is no other way to it"
-
-
 async def test_what_workers_count_is_shown_at_the_gateway(make_system, worker_type, pair_type):
     system = await make_system()
     worker = worker_type("decode", "decode-0", pair_type([5, 6, 7]).decode)
@@ -154,3 +143,28 @@ async def test_what_workers_count_is_shown_at_the_gateway(make_system, worker_ty
     assert 'tandem_worker_speculative_accepted_tokens_total{role="decode",source="ngram",worker="decode-0"} 6.0' in text
     worker.counts.preemptions["place"] = 3
     await system.until(lambda: member.session.counts.preemptions == {"place": 3})
+
+
+async def test_a_trial_that_finds_no_room_or_no_path_says_nothing_and_raises_nothing(
+    make_system, worker_type, pair_type
+):
+    system, pair = await make_system(), pair_type([5, 6, 7])
+
+    errors = []
+
+    async def fails(attempt):
+        attempt.fail(errors[-1])
+
+    await system.add(worker_type("prefill", "prefill-0", fails))
+    for number in range(2):
+        await system.add(worker_type("decode", f"decode-{number}", pair.decode))
+    requests = system.gateway.requests
+    for error in (Overloaded("no pages"), ChannelUnreachable("no channel")):
+        errors.append(error)
+        for worker in system.workers.values():
+            worker.attempts.clear()
+        await requests.monitor._try("prefill", "tiny", "prefill-0")
+        tried = [bool(system.workers[f"decode-{number}"].attempts) for number in range(2)]
+        assert tried == [True, True], "another decode worker may have room, and another path"
+    assert not requests._dispatcher.pairs.has_blocked
+    assert not requests._dispatcher.watch.circuits()

@@ -96,6 +96,13 @@ def test_a_pair_that_failed_rests_longer_each_time_and_a_success_ends_that(pulls
     assert can_pull(view("h"), view("p"))
 
 
+def test_a_worker_that_left_is_forgotten(pulls: Pulls) -> None:
+    pulls.note(facts(orders(pulls)["p"]))
+    assert pulls._pauses
+    pulls.forget("h")
+    assert not pulls._pauses
+
+
 def test_an_attempt_without_a_pull_or_without_news_says_nothing(pulls: Pulls) -> None:
     can_pull = pulls.can_pull
     assert can_pull is not None

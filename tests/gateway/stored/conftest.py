@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from protos import inference_pb2, worker_pb2
+from tests.waiting import HANG_LIMIT_S
 
 TEXT = "hello world, naïve 🙂 café, hello there"
 
@@ -77,7 +78,7 @@ async def client_of():
         yield make_client
 
 
-async def ended(client, response, timeout_s=20):
+async def ended(client, response, timeout_s=HANG_LIMIT_S):
     """The response once it is over."""
     async with asyncio.timeout(timeout_s):
         while response.status in ("queued", "in_progress"):

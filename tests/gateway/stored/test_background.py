@@ -10,10 +10,10 @@ import pytest
 import redis
 
 import gateway.stored.background
-from services.cluster.answer_scripts import MAX_ACTIVE
+from services.cluster.answer_records import MAX_ACTIVE
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.gateway.stored.conftest import TEXT, ended
 
 
@@ -285,3 +285,24 @@ async def test_a_retry_with_its_key_makes_no_second_one(make, client_of, talker)
     await system.until(lambda: not system.gateway.stored.background.runs)
     assert json.loads((await system.http.get(f"/v1/responses/{first.json()['id']}")).text)["status"] == "completed"
     assert len(system.workers["decode-0"].attempts) == 1
+
+
+async def test_what_redis_refuses_for_good_fails_with_its_reason(make, client_of, monkeypatch):
+    system = await make()
+    store = system.gateway.stored.background.store
+    write = store.write
+
+    async def refuse(answer, events, *, document=b"", beyond_room=False):
+        if not beyond_room:
+            raise StoreRefused("Redis refused a command: too many results to unpack")
+        return await write(answer, events, document=document, beyond_room=beyond_room)
+
+    monkeypatch.setattr(store, "write", refuse)
+    client = await client_of(system)
+    for is_streamed in (False, True):
+        response = await client.responses.create(model="tiny", input="hi", background=True, stream=is_streamed)
+        if is_streamed:
+            response = (await anext(aiter(response))).response
+        over = await ended(client, response)
+        assert (over.status, over.error.code) == ("failed", "server_error")
+        assert "Redis refused the command" in over.error.message

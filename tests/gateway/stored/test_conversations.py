@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from gateway.stored.conversations import Conversations, items_of
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import AnswerRoom
 from services.runtime.errors import InvalidRequest, NotFound
 from tests.gateway.stored.conftest import TEXT, ended

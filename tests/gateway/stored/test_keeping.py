@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import AnswerRoom
 from services.runtime.errors import StoreUnavailable
 from tests.gateway.stored.conftest import TEXT

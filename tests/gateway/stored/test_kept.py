@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.stored.kept import KeptResponse, Turn, add_turn
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.runtime.errors import StoreUnavailable
 
 BODY = json.dumps({"id": "resp_1", "status": "completed", "store": True, "conversation": {"id": "conv_1"},

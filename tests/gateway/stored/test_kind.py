@@ -4,7 +4,7 @@ import pytest
 
 from gateway.stored import kind
 from gateway.stored.kind import LIMIT, StoredKind, check_reply, encoded
-from services.cluster.answer_scripts import AnswerReply
+from services.cluster.answer_records import AnswerReply
 from services.cluster.answers import AnswerRoom, StoredAnswer
 from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RateLimited
 

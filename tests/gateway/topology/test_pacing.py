@@ -16,6 +16,7 @@ from gateway.types import AskedSampling
 from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import WorkerLost, WorkerUnavailable
+from tests.waiting import HANG_LIMIT_S
 
 PEER = Peer(worker_id="decode-0", incarnation="now", address="127.0.0.1:1")
 LIMITS = ModelLimits(vocab_size=10_000, context_length_tokens=10_000)
@@ -71,7 +72,7 @@ async def test_a_worker_s_messages_say_how_late_they_are():
 async def test_the_pace_follows_the_loop_it_runs_on():
     pace = Pace()
     keeping = asyncio.create_task(pace.keep())
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_LIMIT_S
     while not pace.hold_s and time.monotonic() < deadline_s:
         until_s = time.monotonic() + 0.01
         while time.monotonic() < until_s:
@@ -190,7 +191,7 @@ async def test_without_time_those_of_an_answer_go_on_together_after_the_wait():
     scene.pace.hold_s = 0.0  # What has begun to wait is not overtaken by what comes now.
     scene.say(scene.step([0]), scene.step([0, 1]))
     assert not scene.routes[0].events
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while not scene.routes[1].events:  # noqa: ASYNC110 - the session has a timer, and nobody to tell of it
             await asyncio.sleep(0.01)
     assert scene.routes[0].events == [Emitted(0, [0, 1, 2], None)]

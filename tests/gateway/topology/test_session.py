@@ -1,4 +1,4 @@
-"""What a session writes: commands in order, at once where it is idle, and together where many come."""
+"""How a session opens, and what it writes: commands in order, at once when idle, and together when many arrive."""
 
 import asyncio
 import time
@@ -9,7 +9,10 @@ from gateway.topology.events import AttemptKey, Heard, SequenceOrder, VectorOrde
 from gateway.topology.pacing import Pace
 from gateway.topology.session import GATHER_S, DecodeSession, Peer, PrefillSession
 from gateway.types import Sampling
+from protos import worker_pb2_grpc
+from services.runtime import rpc
 from services.runtime.clock import Deadline
+from services.runtime.errors import Overloaded, WorkerUnavailable
 from services.runtime.telemetry import TraceContext
 
 
@@ -59,6 +62,39 @@ async def test_a_command_goes_at_once_and_those_right_after_it_go_together(sessi
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert call.messages[2:] == [["later"]]
+
+
+class RefusingWorker(worker_pb2_grpc.DecodeWorkerServicer):
+    """Ends each session before it reads anything: with an error, or without one."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def Session(self, request_iterator, context):
+        if self.error is not None:
+            raise self.error
+        return
+        yield
+
+
+@pytest.mark.parametrize("error", [Overloaded("this worker serves no more than 0 gateways"), None])
+async def test_a_session_that_ends_before_its_hello_is_written_says_why(monkeypatch, error):
+    """Its keeper tries again after WorkerUnavailable only."""
+
+    async def until_it_has_ended(proof, call):
+        await call.code()
+
+    monkeypatch.setattr(rpc, "check_answer", until_it_has_ended)
+    server = rpc.make_server(["tandem.v1.DecodeWorker"])
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(RefusingWorker(error), server.server)
+    port = await server.start("127.0.0.1", 0)
+    peer = Peer("d-0", "0" * 32, f"127.0.0.1:{port}")
+    session = DecodeSession(peer, gateway_incarnation="1" * 32, on_change=lambda _: None, pace=Pace())
+    try:
+        with pytest.raises(WorkerUnavailable, match="d-0"):
+            await session.run()
+    finally:
+        await server.stop(0)
 
 
 def given(trace, **fields):
@@ -114,3 +150,22 @@ async def test_a_session_that_breaks_meanwhile_writes_nothing_more(session, call
     assert call.messages == [["first"]]
     assert session._wake_writer is not None
     assert not session._wake_writer.done()
+
+
+async def test_a_session_whose_writer_fails_ends(session):
+    """Commands would wait for ever otherwise, while the worker's reports show that all is well."""
+
+    class BrokenCall:
+        is_canceled = False
+
+        async def write(self, message):
+            raise ValueError("a field is out of range")
+
+        def cancel(self):
+            self.is_canceled = True
+
+    call = BrokenCall()
+    session.pause(AttemptKey("first", 1))
+    with pytest.raises(ValueError, match="out of range"):
+        await session._write_commands(call)
+    assert call.is_canceled

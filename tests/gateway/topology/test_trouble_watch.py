@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.topology.flapping import FLAP_WINDOW_S, FLAPS
 from gateway.topology.presence import Presence, Seen
 from gateway.topology.trouble_watch import (
     CLOCK_OFF_FOR_S,
@@ -14,21 +15,26 @@ from gateway.topology.trouble_watch import (
     HOT_OBSTACLES,
     LARGE_BYTES,
     LINK_FOR_S,
+    SLOW_LINK_FOR_S,
     SLOW_REDIS_FOR_S,
     UNREACHABLE_AFTER_S,
     TroubleWatch,
     circuits,
+    failing_tasks,
     hot_decodes,
     hot_prefills,
     quarantined,
+    slow_links,
     unreadable_keys,
 )
 from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
-from services.runtime import rpc
+from services.runtime import logs, rpc
+from services.runtime.background_tasks import FailingTask
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
 from services.runtime.tls import Identity
+from services.scheduling.handoff_times import SlowPair
 from services.scheduling.prediction import PrefillSpeed
 from services.scheduling.rebalancing import HotSpot
 
@@ -51,7 +57,12 @@ class Wall:
 def member(id_: str, **what: Any) -> Any:
     """A member as the watch sees it."""
     record = SimpleNamespace(
-        id=id_, role="decode", address=f"{id_}:1", certificate_end_unix_s=what.pop("certificate_end_unix_s", 0)
+        id=id_,
+        role="decode",
+        address=f"{id_}:1",
+        incarnation="a",
+        certificate_end_unix_s=what.pop("certificate_end_unix_s", 0),
+        kernels_error=what.pop("kernels_error", ""),
     )
     session = SimpleNamespace(is_up=True, load=SimpleNamespace(clock_ahead_s=what.pop("clock_ahead_s", None)))
     facts = {"state": "ready", "left_out": "", "obstacle": None, "changed_at_s": 0.0, **what}
@@ -110,6 +121,37 @@ def test_a_clock_that_stays_wrong(scene: Scene, ahead_s: float, words: str) -> N
     assert scene.look(1.0) == {}, "one late message is not a wrong clock"
 
 
+def test_a_worker_that_fails_again_and_again(scene: Scene) -> None:
+    for _ in range(FLAPS):
+        scene.members = [member("d"), member("e")]
+        assert scene.look(1.0) == {}
+        scene.members = [member("d", state="lost", changed_at_s=scene.wall.now_s), member("e")]
+        last = scene.look(1.0)
+    assert last == {("flapping", "d"): f"it failed {FLAPS} times within 10 minutes"}
+    scene.members = [member("d"), member("e")]
+    assert scene.look(FLAP_WINDOW_S) == {}
+
+
+def test_an_ejection_is_a_failure(scene: Scene) -> None:
+    scene.members = [member("d")]
+    for _ in range(FLAPS):
+        scene.told = {"circuit": {}}
+        scene.look(1.0)
+        scene.told = {"circuit": {"d": Found("it is kept from work", "see its log")}}
+        found = scene.look(1.0)
+    assert ("flapping", "d") in found
+
+
+def test_a_log_that_cannot_be_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = logs.LostLines()
+    monkeypatch.setattr(logs, "lost", lost)
+    assert scene.look() == {}
+    lost.count, lost.error = 7, "No space left on device"
+    assert scene.look() == {("log", "gateway"): "7 lines of the log could not be written: No space left on device"}
+    lost.error = ""
+    assert scene.look() == {}
+
+
 def test_certificates_that_end_soon(scene: Scene) -> None:
     scene.members = [
         member("expired", certificate_end_unix_s=int(UNIX_S)),
@@ -123,6 +165,16 @@ def test_certificates_that_end_soon(scene: Scene) -> None:
         ("certificate", "gateway"): "it expires in 1.0 days",
         ("certificate", "soon"): "it expires in 2.5 days",
     }
+
+
+def test_a_worker_without_compiled_kernels(scene: Scene) -> None:
+    scene.members = [member("with"), member("without", kernels_error="there is no C++ compiler on the path")]
+    cause = "it computes with torch, without compiled kernels: there is no C++ compiler on the path"
+    assert scene.look() == {("kernels", "without"): cause}
+    (trouble,) = scene.watch.troubles.of("kernels")
+    assert "install g++ or clang++" in trouble.remedy
+    scene.members = [member("with"), member("without")]
+    assert scene.look(1.0) == {}
 
 
 def test_a_worker_that_stays_unreachable(scene: Scene) -> None:
@@ -144,6 +196,20 @@ def test_a_file_of_keys_that_cannot_be_read(scene: Scene) -> None:
     assert scene.look() == {("api_keys", "gateway"): "line 3 is no TOML"}
     scene.told = {"api_keys": unreadable_keys("")}
     assert scene.look() == {}
+
+
+def test_a_background_task_that_keeps_failing(scene: Scene) -> None:
+    tasks = [FailingTask("session", "d-0", 7, "KeyError (session.py:290); the log has the rest", 1.0)]
+    tasks.append(FailingTask("workers", "", 3, "Redis does not answer", 2.0))
+    scene.told = {"background_task": failing_tasks(tasks)}
+    assert scene.look() == {
+        ("background_task", "session d-0"): (
+            "it failed 7 times in a row, most recently with: KeyError (session.py:290); the log has the rest"
+        ),
+        ("background_task", "workers"): "it failed 3 times in a row, most recently with: Redis does not answer",
+    }
+    scene.told = {"background_task": failing_tasks([])}
+    assert not scene.look()
 
 
 def test_redis_that_is_far_and_redis_that_is_away(scene: Scene) -> None:
@@ -196,15 +262,28 @@ def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
 
 def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
     slow = CircuitReport("d", "open", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
-    pair = CutPairReport("p", "d", "suspected", "the link is down", 4.0)
+    pair = CutPairReport("p", "d", "open", "the link is down", 4.0)
     scene.told = {"circuit": circuits([slow], [pair])}
     assert scene.look() == {
         ("circuit", "d"): "it is kept from work: slow: 6 times as long as the others (since 3 s, 2 times lately)",
-        ("circuit", "p to d"): "the way is used all the same: the link is down (since 4 s)",
+        ("circuit", "p to d"): "the pair is blocked: the link is down (since 4 s)",
     }
     assert "trials" in scene.watch.troubles.of("circuit")[0].remedy
     scene.told = {"circuit": {}}
     assert scene.look() == {}
+
+
+def test_a_pair_with_slow_handoffs_is_named_if_that_lasts_and_no_worker_is(scene: Scene) -> None:
+    scene.members = [member("p"), member("d")]
+    scene.told = {"link": slow_links([SlowPair(("p", "d"), 6.1, 1.2, 0.8)])}
+    assert scene.look() == {}
+    cause = "handoffs take 0.8 s, 6.1 times as long as expected, between other workers 1.2 times"
+    assert scene.look(SLOW_LINK_FOR_S) == {("link", "p to d"): cause}
+    assert "GPU" not in scene.watch.troubles.of("link")[0].remedy
+    scene.watch.note_handoff("p", "other", TransferStalled("it does not move"))
+    scene.told = {"link": {}}
+    scene.members.append(member("other"))
+    assert list(scene.look()) == [("link", "p to other")]
 
 
 def test_quarantine_is_a_trouble_while_it_lasts(scene: Scene) -> None:

@@ -8,6 +8,7 @@ import pytest
 from gateway.topology.pacing import Pace
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from protos import worker_pb2
+from services.scheduling.health import GpuJudgement, GpuState
 
 GROUP = ("a", "b")
 
@@ -108,6 +109,7 @@ def test_a_probe_of_some_milliseconds_may_take_some_more(took_s, is_good):
         attempt.prompt_sent("a", 0.01)
         clock.now_s += took_s
         attempt.note_prompt_done()
+        attempt.note_handed_off()
         attempt.end()
         clock.now_s += 1.0
     watch.usable(GROUP)
@@ -247,3 +249,104 @@ async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_
         assert answer.status_code == 200
     assert len([one for one in system.workers["decode-0"].attempts if not one.key[0].startswith("trial-")]) == 1
     hung.cancel()
+
+
+def remote_prompt(watch, prefill_id, decode_id, *, is_proven=True):
+    """An attempt whose prompt one worker computes for another one; all should take 0.05 s."""
+    attempt = AttemptWatch(watch, decode_id, token_s=0.05 / TOKENS_PER_STAGE, handoff_s=0.05)
+    attempt.sent(prefill_id, 0.05)
+    attempt.prompt_sent(prefill_id, 0.05, is_proven=is_proven)
+    return attempt
+
+
+def serve_remote(clock, watch, *, link_s=0.0, grant_s=0.0, steps_s=0.05, handoff_s=0.05, answer_s=0.05):
+    """One request from `a` to `x`, and a usual one from `b` to `y` before it."""
+    usual = {"link_s": 0.0, "grant_s": 0.0, "steps_s": 0.05, "handoff_s": 0.05, "answer_s": 0.05}
+    own = {"link_s": link_s, "grant_s": grant_s, "steps_s": steps_s, "handoff_s": handoff_s, "answer_s": answer_s}
+    for prefill_id, decode_id, took in (("b", "y", usual), ("a", "x", own)):
+        attempt = remote_prompt(watch, prefill_id, decode_id, is_proven=not took["link_s"])
+        clock.now_s += took["link_s"]
+        attempt.note_prompt_started()
+        clock.now_s += max(took["grant_s"], took["steps_s"])
+        attempt.note_prompt_done()
+        clock.now_s += took["handoff_s"]
+        attempt.note_handed_off([(0.0, took["steps_s"], 100)])
+        clock.now_s += took["answer_s"]
+        attempt.note_answer(TOKENS_PER_STAGE, is_finished=True)
+        attempt.end()
+        watch.usable(("a", "b"))
+        watch.usable(("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("what", "workers", "pairs"),
+    [
+        ("link_s", [], []),
+        ("grant_s", [], [("a", "x")]),
+        ("handoff_s", [], [("a", "x")]),
+        ("steps_s", ["a"], []),
+        ("answer_s", ["x"], []),
+    ],
+)
+def test_a_worker_is_slow_for_its_own_steps_and_a_pair_for_its_handoffs(what, workers, pairs):
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for _ in range(12):
+        serve_remote(clock, watch)
+    for _ in range(8):
+        serve_remote(clock, watch, **{what: 0.9})
+    reports = watch.circuits()
+    assert [report.worker_id for report in reports] == workers
+    assert all("its own steps" in report.words for report in reports)
+    assert [one.pair for one in watch.slow_pairs()] == pairs
+
+
+def test_a_worker_that_waits_for_one_peer_is_silent_only_after_it_could_report_that():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    attempts = [remote_prompt(watch, "a", "x") for _ in range(3)]
+    for attempt in attempts:
+        attempt.note_prompt_started()
+    clock.now_s += 5.0
+    assert list(watch.usable(GROUP)) == ["a", "b"]
+    clock.now_s += 2.0
+    assert list(watch.usable(GROUP)) == ["b"]
+    for attempt in attempts:
+        attempt.end()
+
+
+def test_a_worker_that_begins_with_no_prompt_or_answers_no_peer_is_silent_soon():
+    for peers, is_started in ((["x"], False), (["x", "y"], True)):
+        clock = Clock()
+        watch = WorkerWatch(clock)
+        attempts = [remote_prompt(watch, "a", peer) for peer in peers]
+        for attempt in attempts:
+            if is_started:
+                attempt.note_prompt_started()
+        clock.now_s += 1.0
+        assert list(watch.usable(GROUP)) == ["b"]
+        for attempt in attempts:
+            attempt.end()
+
+
+def test_an_answer_of_one_token_is_judged_without_a_handoff():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for took_s in [0.05] * 8 + [0.9] * 8:
+        for worker_id, own_s in (("b", 0.05), ("a", took_s)):
+            attempt = remote_prompt(watch, worker_id, "x")
+            attempt.note_prompt_started()
+            clock.now_s += own_s
+            attempt.note_prompt_done(is_finished=True)
+            attempt.end()
+            watch.usable(GROUP)
+    assert [report.worker_id for report in watch.circuits()] == ["a"]
+
+
+def test_a_last_resort_is_a_slow_worker_and_no_broken_gpu():
+    watch = WorkerWatch(Clock())
+    for _ in range(3):
+        watch.failed("a", [])
+    assert list(watch.usable(("a", "b", "c", "d"))) == ["b", "c", "d"]
+    watch.note_gpu("b", GpuJudgement(GpuState.OUT, 0.0, ("lost",)))
+    assert list(watch.last_resort(("a", "b", "c", "d"))) == ["a", "c", "d"]

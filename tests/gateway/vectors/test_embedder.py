@@ -12,6 +12,7 @@ from protos import worker_pb2
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from tests.gateway.vectors.conftest import Make
 from tests.kept_spans import KeptSpans, events_of
+from tests.waiting import HANG_LIMIT_S
 
 
 async def post(system: Any, given: Any, **members: Any) -> Any:
@@ -211,7 +212,7 @@ async def test_a_model_that_falls_asleep_with_texts_is_woken_for_the_rest(
     (tmp_path / "all-0.model").write_text("b")
     for worker in list(system.workers.values()):
         await worker.stop()
-    await system.until(lambda: not list(system.gateway.topology.members()), timeout_s=30)
+    await system.until(lambda: not list(system.gateway.topology.members()), timeout_s=HANG_LIMIT_S)
     assert (await post(system, [5], model="b")).status_code == 503, "nothing is known that could wake it"
     await change_model(system, worker_type, "b", embeds.give_vector)
     await system.until(lambda: (tmp_path / "all-0.model").read_text() == "a")
@@ -339,7 +340,7 @@ async def test_a_call_is_a_trace_whatever_the_number_of_its_texts(
     spans = KeptSpans.install(monkeypatch)
     system = await make_embedding(embeds.give_vector)
     answer = await post(system, [[5, number] for number in range(40)], dimensions=2)
-    await system.until(lambda: bool(spans.named("request")), timeout_s=30)
+    await system.until(lambda: bool(spans.named("request")), timeout_s=HANG_LIMIT_S)
     request, queue, prefill = spans.one("request"), spans.one("queue"), spans.one("prefill")
     assert len(spans.spans) == 3
     assert request.name == "embeddings tiny"
@@ -375,7 +376,7 @@ async def test_a_failure_is_told_by_its_calls_trace_sampled_or_not(
     assert (await post(system, [7])).status_code == 200
     assert spans.spans == []
     assert (await post(system, [5, 6])).status_code == 200
-    await system.until(lambda: bool(spans.named("request")), timeout_s=30)
+    await system.until(lambda: bool(spans.named("request")), timeout_s=HANG_LIMIT_S)
     ((name, said),) = events_of(spans.one("request"))
     assert (name, said["tandem.choice"], said["tandem.attempt"]) == ("retry", 0, 1)
     first, second = attempts(system)[-2:]

@@ -11,6 +11,7 @@ import pytest
 from gateway.vectors.waking import Waking
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from tests.waiting import HANG_LIMIT_S
 
 
 class Cluster:
@@ -61,8 +62,8 @@ async def test_a_call_waits_until_its_model_is_awake(cluster: Cluster) -> None:
         await asyncio.sleep(0)
     assert not any(wait.done() for wait in waits)
     cluster.tell(sleeps=False)
-    await asyncio.wait_for(asyncio.gather(*waits), 60)
-    await asyncio.wait_for(cluster.wait(), 60)
+    await asyncio.wait_for(asyncio.gather(*waits), HANG_LIMIT_S)
+    await asyncio.wait_for(cluster.wait(), HANG_LIMIT_S)
     assert not cluster.notes
     assert not +cluster.waking._waiting
 
@@ -85,7 +86,7 @@ async def test_only_so_many_wait(cluster: Cluster) -> None:
     second = cluster.wait(max_waiting=1)
     await asyncio.sleep(0)
     cluster.tell(sleeps=False)
-    await asyncio.wait_for(second, 60)
+    await asyncio.wait_for(second, HANG_LIMIT_S)
 
 
 async def test_a_gateway_that_leaves_ends_them(cluster: Cluster) -> None:
@@ -94,7 +95,7 @@ async def test_a_gateway_that_leaves_ends_them(cluster: Cluster) -> None:
     cluster.waking.end_all(Overloaded("leaving"))
     for each in (wait, cluster.wait()):
         with pytest.raises(Overloaded, match="leaving"):
-            await asyncio.wait_for(each, 60)
+            await asyncio.wait_for(each, HANG_LIMIT_S)
 
 
 async def test_a_model_is_wanted_for_as_long_as_its_call_is_open(cluster: Cluster) -> None:

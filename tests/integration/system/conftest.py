@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.cluster import Cluster
+from tests.waiting import HANG_LIMIT_S
 
-SETTLE_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = HANG_LIMIT_S
 
 
 @pytest.fixture

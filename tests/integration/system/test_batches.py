@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 import urllib.request
 
@@ -13,27 +12,23 @@ import openai
 import pytest
 
 from benchmarks.cluster import running_cluster
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S
 
 NUM_ROWS = 1000
 KILL_AT = 400
 ROWS_AT_ONCE = 16
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def num_attempts(port):
     """What the decode worker was asked to compute, by how it ended."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_LIMIT_S) as response:
         text = response.read().decode()
     found = re.findall(r'^tandem_attempts_total\{outcome="(\w+)",[^}]*\} ([0-9.]+)$', text, re.MULTILINE)
     return {outcome: round(float(value)) for outcome, value in found if float(value)}
 
 
-def watched(client, batch_id, holds, timeout_s=240):
+def watched(client, batch_id, holds, timeout_s=HANG_LIMIT_S):
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         try:

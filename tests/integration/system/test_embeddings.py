@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks.cluster import Cluster, running_cluster
+from tests.waiting import HANG_LIMIT_S
 
 VARIANT = "qwen3-tied-bias"
 NUM_TEXTS = 120
-WAIT_S = 60.0
+WAIT_S = HANG_LIMIT_S
 
 
 def vectors(cluster: Cluster, texts: list[list[int]]) -> list[bytes]:

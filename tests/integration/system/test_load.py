@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster, stream
+from tests.waiting import HANG_LIMIT_S
 
 PROMPTS = ("def ", "import os\n\n", "class Parser:\n    ", "# read the file and ", "return [", "try:\n    ")
 
@@ -65,7 +66,7 @@ async def test_500_requests_a_third_cancelled(cluster: Cluster, wait_until_idle:
 
 async def cancelled_after(stub: Any, message: Any, delay_s: float) -> bool:
     """Cancel the call after `delay_s`; whether it was still running then."""
-    call = stub.Generate(message, timeout=60)
+    call = stub.Generate(message, timeout=HANG_LIMIT_S)
 
     async def read() -> None:
         async for _ in call:
@@ -74,7 +75,7 @@ async def cancelled_after(stub: Any, message: Any, delay_s: float) -> bool:
     reading = asyncio.ensure_future(read())
     done, _ = await asyncio.wait([reading], timeout=delay_s)
     call.cancel()
-    await asyncio.wait([reading], timeout=10)
+    await asyncio.wait([reading], timeout=HANG_LIMIT_S)
     assert reading.done(), "a cancelled call did not end"
     if not reading.cancelled() and (error := reading.exception()) is not None:
         assert isinstance(error, grpc.aio.AioRpcError), error

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 from benchmarks.cluster import Cluster, running_cluster
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tests.waiting import HANG_LIMIT_S, wait_until
 
 DEMO = Path(__file__).resolve().parents[3] / "demo"
 FOLDERS = {"large": DEMO / "model", "small": DEMO / "draft"}
@@ -55,7 +55,7 @@ def ask(cluster: Cluster, model: str, prompt: Any, **fields: Any) -> tuple[list[
     request = urllib.request.Request(
         cluster.http + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=HANG_LIMIT_S) as response:
         answer = json.load(response)
         headers = {key.lower(): value for key, value in response.headers.items()}
     assert answer["model"] == headers["x-tandem-model"]
@@ -64,13 +64,6 @@ def ask(cluster: Cluster, model: str, prompt: Any, **fields: Any) -> tuple[list[
 
 def workers(cluster: Cluster) -> dict[str, Any]:
     return {worker["id"]: worker for worker in cluster.get("/cluster")["workers"]}
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_one_command_serves_two_models_each_as_it_is_alone(

@@ -14,6 +14,7 @@ import redis.asyncio
 from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster, stream
 from protos import inference_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
+from tests.waiting import HANG_LIMIT_S
 
 REBUILD_TIMEOUT_S = 3.0
 
@@ -33,7 +34,10 @@ def cluster(redis_server: EmbeddedRedis) -> Iterator[Cluster]:
 async def answers(cluster: Cluster, num_requests: int = 6) -> list[Answer]:
     async with cluster.inference() as stub:
         return await asyncio.gather(
-            *(collect(stub, request(f"def f{n}(", max_tokens=12, seed=n), timeout_s=20) for n in range(num_requests))
+            *(
+                collect(stub, request(f"def f{n}(", max_tokens=12, seed=n), timeout_s=HANG_LIMIT_S)
+                for n in range(num_requests)
+            )
         )
 
 
@@ -112,7 +116,7 @@ async def with_a_decode_worker_killed(
 
 def wait_until_whole(cluster: Cluster, wait_until_idle: Any) -> None:
     """Returns when nothing runs and all four workers are ready; `wait_until_idle` bounds each look."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_LIMIT_S
     while [worker["state"] for worker in wait_until_idle(cluster)] != ["ready"] * 4:
         assert time.monotonic() < deadline, f"a worker did not come back: {cluster.get('/cluster')}"
         time.sleep(0.05)
@@ -132,7 +136,7 @@ async def flush(redis_server: EmbeddedRedis) -> None:
 async def workers_are_back(redis_server: EmbeddedRedis) -> None:
     """All four workers have written themselves into an empty Redis in time."""
     client = redis.asyncio.Redis.from_url(redis_server.url)
-    deadline = time.monotonic() + REBUILD_TIMEOUT_S
+    deadline = time.monotonic() + HANG_LIMIT_S
     try:
         while True:
             keys = [key async for key in client.scan_iter(match="*worker*")]

@@ -14,10 +14,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from benchmarks.cluster import Cluster, request, running_cluster
+from tests.waiting import HANG_LIMIT_S
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT_SPAN_ID = "00f067aa0ba902b7"
-EXPORT_TIMEOUT_S = 60.0
+EXPORT_TIMEOUT_S = HANG_LIMIT_S
 PHASES = ["queue", "route", "prefill", "kv_transfer", "decode"]
 # So many tokens that the prefill worker's word of the handoff comes before the last of them, on a busy machine too.
 NUM_PROMPT_TOKENS, CHUNK_TOKENS, NUM_TOKENS = 200, 64, 160
@@ -151,7 +152,9 @@ async def _ask_over_grpc(cluster: Cluster) -> tuple[float, Any]:
     async with cluster.inference() as stub:
         prompt = [n % 250 + 5 for n in range(NUM_PROMPT_TOKENS)]
         began_s = time.monotonic()
-        call = stub.Generate(request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True), timeout=60, metadata=metadata)
+        call = stub.Generate(
+            request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True), timeout=HANG_LIMIT_S, metadata=metadata
+        )
         async for _ in call:
             pass
         return time.monotonic() - began_s, dict(await call.initial_metadata())["traceparent"]

@@ -34,6 +34,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Reserve,
+    Retire,
     Seal,
     TransferId,
     WireLayout,
@@ -670,6 +671,26 @@ def test_a_lost_link_is_lost_once_and_says_nothing_more() -> None:
     assert harness.link.link_lost(WorkerUnavailable("gone")) == []
     assert harness.counters[Reason.LINK_LOST] == 1
     assert harness.link.tick(60.0, 0) == []
+
+
+def test_a_link_is_asked_to_retire_only_while_it_is_idle() -> None:
+    harness = Harness()
+    assert harness.link.is_idle
+    assert harness.link.retire() == [Send(Retire())]
+    assert harness.link.is_retiring
+    harness.reserve()
+    assert not harness.link.is_idle
+    assert not harness.link.is_retiring, "a transfer has begun, so the sender continues to use the Link"
+    assert harness.link.retire() == []
+    assert not harness.link.is_retiring
+
+
+def test_the_end_of_a_link_that_was_asked_to_retire_is_no_fault() -> None:
+    harness = Harness()
+    harness.link.retire()
+    assert harness.link.link_lost(WorkerUnavailable("the sender ended the Link")) == []
+    assert harness.counters[Reason.LINK_LOST] == 0
+    assert harness.link.retire() == [], "it is lost"
 
 
 def test_the_receiver_beats_once_a_second() -> None:

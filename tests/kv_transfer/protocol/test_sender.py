@@ -14,6 +14,7 @@ from kv_transfer.protocol.actions import (
     ReportFailed,
     ReportGranted,
     ReportReleased,
+    RetireLink,
     Send,
     SkipChunks,
 )
@@ -26,6 +27,7 @@ from kv_transfer.protocol.messages import (
     Granted,
     Heartbeat,
     Reserve,
+    Retire,
     Seal,
     TransferId,
     WireLayout,
@@ -195,6 +197,26 @@ def test_a_lost_link_fails_everything_and_takes_nothing_more(link: SenderLink) -
     assert link.chunk_skipped(ID) == [ReportReleased(ID)]
     with pytest.raises(WorkerUnavailable):
         link.reserve(TransferId("other", 1), 4, deadline=100.0, now=0.0)
+
+
+def test_an_idle_link_retires_when_the_receiver_asks_for_it(link: SenderLink) -> None:
+    assert link.on_message(Retire(), 0.0) == [RetireLink()]
+
+
+def test_a_link_with_a_transfer_does_not_retire(link: SenderLink) -> None:
+    """Its first message may cross the question."""
+    link.reserve(ID, NUM_TOKENS, deadline=100.0, now=0.0)
+    assert link.on_message(Retire(), 0.0) == []
+    assert link.transfers
+
+
+def test_a_receiver_that_is_unavailable_is_a_failed_transfer_here(link: SenderLink) -> None:
+    grant(link)
+    actions = link.on_message(Abort(ID, "WorkerUnavailable", "the decode worker failed"), 0.0)
+    assert errors(actions) == [TransferFailed]
+    (fail,) = link.on_message(Abort(None, "WorkerUnavailable", "shutting down"), 0.0)
+    assert isinstance(fail, FailLink)
+    assert type(fail.error) is TransferFailed
 
 
 def test_a_message_out_of_turn_ends_the_link() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -26,9 +27,11 @@ from kv_transfer.transports.base import (
     ChannelBroken,
     ChannelKey,
     ChannelTimeout,
+    Countdown,
     DeviceFrame,
     DeviceSendChannel,
     Frame,
+    LargePacketsLost,
     Listener,
     ReceiveChannel,
     RingSpec,
@@ -39,14 +42,16 @@ from kv_transfer.transports.registry import Transports, local_host_id, transport
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel, split_address
 from kv_transfer.transports.tls import TlsTransport
-from services.runtime import cuda_memory
+from services.runtime import cuda_memory, dialling
 from services.runtime.tls import Identity
 from tests.certificates import Authority
 from tests.kv_transfer.transports.models import MemfdMemory, cuda_ipc_model, nccl_model
+from tests.services.runtime.test_dialling import resolving, silent
+from tests.waiting import HANG_LIMIT_S
 
 SLOT = 1000
 RING = RingSpec(num_slots=3, slot_bytes=SLOT)
-TIMEOUT_S = 5.0
+TIMEOUT_S = HANG_LIMIT_S
 # Device channels with models of what a GPU does; on a GPU, the real ones.
 GPU_NAMES = ("cuda_ipc on a GPU",)
 NAMES = (
@@ -225,7 +230,7 @@ def test_a_held_slot_keeps_its_content_while_others_are_filled(ends: Ends) -> No
 def test_an_idle_channel_polls_nothing_within_its_time(ends: Ends) -> None:
     started = time.monotonic()
     assert ends.receiver.poll(timeout_s=0.1) is None
-    assert 0.05 < time.monotonic() - started < 2.0
+    assert time.monotonic() - started > 0.05
     content = ends.post(0, 10)
     assert bytes(ends.poll().data) == content
 
@@ -237,7 +242,6 @@ def test_a_receiver_that_releases_nothing_stops_the_sender_at_its_deadline(ends:
     # TCP buffers in the kernel, so only much more than that is sure to meet the limit.
     big = RingSpec(3, 2**20)
     big_ends = connect(ends.transport, ends.listener, big)
-    started = time.monotonic()
 
     def post_on() -> None:
         for seq in range(60):
@@ -245,7 +249,6 @@ def test_a_receiver_that_releases_nothing_stops_the_sender_at_its_deadline(ends:
 
     with pytest.raises(ChannelTimeout):
         post_on()
-    assert time.monotonic() - started < TIMEOUT_S
     for end in (big_ends.sender, big_ends.receiver):
         end.shutdown()
         end.close()
@@ -268,7 +271,7 @@ def test_a_sender_waits_for_a_slot_and_goes_on(ends: Ends) -> None:
 
 def test_the_receiver_feels_the_senders_end(ends: Ends) -> None:
     with ThreadPoolExecutor(1) as pool:
-        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=30))
+        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=HANG_LIMIT_S))
         time.sleep(0.05)
         ends.sender.shutdown()
         with pytest.raises(ChannelBroken):
@@ -280,7 +283,7 @@ def test_the_sender_feels_the_receivers_end_while_it_waits(ends: Ends) -> None:
 
     def post_until_broken() -> None:
         for seq in range(10_000):
-            ends.post(seq, SLOT, timeout_s=30)
+            ends.post(seq, SLOT, timeout_s=HANG_LIMIT_S)
 
     with pytest.raises(ChannelBroken):
         post_until_broken()
@@ -288,7 +291,7 @@ def test_the_sender_feels_the_receivers_end_while_it_waits(ends: Ends) -> None:
 
 def test_ones_own_shutdown_wakes_a_poll(ends: Ends) -> None:
     with ThreadPoolExecutor(1) as pool:
-        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=30))
+        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=HANG_LIMIT_S))
         time.sleep(0.05)
         ends.receiver.shutdown()
         with pytest.raises(ChannelBroken):
@@ -298,7 +301,7 @@ def test_ones_own_shutdown_wakes_a_poll(ends: Ends) -> None:
 def test_ones_own_shutdown_wakes_a_post(ends: Ends) -> None:
     def post_for_ever() -> None:
         for seq in range(1_000_000):
-            ends.post(seq, SLOT, timeout_s=30)
+            ends.post(seq, SLOT, timeout_s=HANG_LIMIT_S)
 
     with ThreadPoolExecutor(1) as pool:
         posting = pool.submit(post_for_ever)
@@ -401,10 +404,8 @@ def test_a_closed_listener_opens_nothing(ends: Ends) -> None:
 def test_a_sender_gives_up_on_a_receiver_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        started = time.monotonic()
         with pytest.raises(ChannelBroken):
             transport_named("tcp").open(address, make_key(), RING, timeout_s=0.3)
-        assert time.monotonic() - started < 3.0
 
 
 def test_a_receiver_must_prove_itself_to_the_sender() -> None:
@@ -467,6 +468,105 @@ def test_a_stranger_that_does_not_finish_is_dropped(listening: Listening, monkey
         with pytest.raises(ChannelBroken):
             opening.result(TIMEOUT_S)
         assert sock.recv(100) == b""
+
+
+# --- packets of full size ---
+
+
+def padded_key() -> ChannelKey:
+    return ChannelKey(secrets.token_bytes(16), secrets.token_bytes(32), b"pair", handshake.PADDING_BYTES)
+
+
+@pytest.mark.parametrize("name", TCP_NAMES)
+def test_a_channel_opens_once_the_padding_has_arrived(name: str) -> None:
+    transport, key = made(name), padded_key()
+    listener = transport.listen("127.0.0.1", 0)
+    opening = listener.expect(key, RING)
+    both = Ends(transport, listener, transport.open(listener.address, key, RING, timeout_s=TIMEOUT_S), opening.result())
+    content = both.post(0, 10)
+    assert bytes(both.poll().data) == content
+    for end in (both.sender, both.receiver):
+        end.shutdown()
+        end.close()
+    listener.close()
+
+
+@contextlib.contextmanager
+def receiver_without_acknowledgement(key: ChannelKey, *, takes_padding: bool) -> Iterator[str]:
+    """A receiver that proves itself and then stops; its kernel has room for the padding if `takes_padding`."""
+    with socket.socket() as server:
+        if not takes_padding:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least that the kernel allows
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        has_ended = threading.Event()
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with sock:
+                hello = b""
+                while len(hello) < handshake._HELLO_BYTES:
+                    hello += sock.recv(handshake._HELLO_BYTES - len(hello))
+                own = bytes(handshake.NONCE_BYTES)
+                sock.sendall(own + handshake._proof(key, b"receiver", hello[-handshake.NONCE_BYTES :], own))
+                has_ended.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            has_ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("name", TCP_NAMES)
+def test_padding_that_does_not_arrive_is_a_path_that_loses_large_packets(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "PADDING_TIMEOUT_S", 0.3)
+    key = padded_key()
+    with receiver_without_acknowledgement(key, takes_padding=False) as address:
+        with pytest.raises(LargePacketsLost, match=r"of 12288 bytes of padding were not acknowledged within 0.3 s"):
+            made(name).open(address, key, RING, timeout_s=60.0)
+
+
+def test_a_receiver_that_is_busy_after_the_padding_arrived_is_no_such_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "PADDING_TIMEOUT_S", 0.1)
+    key = padded_key()
+    with receiver_without_acknowledgement(key, takes_padding=True) as address:
+        with pytest.raises(ChannelBroken) as caught:
+            made("tcp").open(address, key, RING, timeout_s=0.5)
+    assert not isinstance(caught.value, LargePacketsLost)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_sender_whose_padding_does_not_arrive_is_dropped(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+    listener, key = made("tcp").listen("127.0.0.1", 0), padded_key()
+    opening = listener.expect(key, RING)
+    with socket.create_connection(split_address(listener.address), timeout=TIMEOUT_S) as sock:
+        unpadded = dataclasses.replace(key, padding_bytes=0)
+        handshake.prove_to_receiver(sock, unpadded, Countdown(TIMEOUT_S))
+        sock.sendall(bytes(num_bytes))
+        with pytest.raises(ChannelBroken, match=f"{handshake.PADDING_BYTES - num_bytes} bytes of padding"):
+            opening.result(TIMEOUT_S)
+    listener.close()
+
+
+@pytest.mark.parametrize("name", TCP_NAMES)
+def test_a_name_whose_first_address_is_silent_opens_at_the_second(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = made(name)
+    listener, key = transport.listen("127.0.0.1", 0), padded_key()
+    opening = listener.expect(key, RING)
+    with silent() as first:
+        resolve = resolving(first, split_address(listener.address))
+        monkeypatch.setattr(dialling.dial, "__kwdefaults__", {"resolve": resolve})
+        sender = transport.open(listener.address, key, RING, timeout_s=60.0)
+    for end in (sender, opening.result(TIMEOUT_S)):
+        end.shutdown()
+        end.close()
+    listener.close()
 
 
 # --- a peer that breaks the rules after it was let in ---

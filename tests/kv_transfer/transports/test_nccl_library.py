@@ -18,6 +18,7 @@ import pytest
 from kv_transfer.transports import nccl_library
 from kv_transfer.transports.nccl_library import SIGNATURES, Config, NcclFailed, NcclLibrary, UniqueId, make_config
 from services.runtime import cuda_memory
+from tests.waiting import HANG_LIMIT_S
 
 
 def nccl_folder() -> Path:
@@ -121,5 +122,5 @@ def test_structures_and_constants_are_those_of_the_drivers_header(tmp_path: Path
         + "\n".join([*lines, calls, counts])
     )
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{include}", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from services.cluster.leadership import Leadership
 from services.cluster.redis_store import Store
 from services.runtime.clock import ManualClock
 from tests.planning.autoscaler.pages import FakeGateway, FakeKubernetes, worker
+from tests.waiting import HANG_LIMIT_S, settle
 
 LIMITS = AutoscalerSettings(
     start_up_s=20.0, interval_s=10.0, settle_s=20.0, max_workers=12, changes_roles=False, give_up_s=60.0
@@ -238,6 +239,7 @@ async def test_pods_that_never_come_are_given_up_and_no_more_are_ordered(world: 
 async def test_it_runs_until_it_is_stopped(world: World) -> None:
     service, stop = world.service(), asyncio.Event()
     task = asyncio.create_task(service.run(stop))
-    await asyncio.sleep(0.1)
+    await settle()
+    assert not task.done()
     stop.set()
-    await asyncio.wait_for(task, 5.0)
+    await asyncio.wait_for(task, HANG_LIMIT_S)

@@ -10,6 +10,7 @@ from services.cluster.advice import is_permission_denied, redis_remedy
 from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
 from tests.limited_redis import USER, LimitedRedis
+from tests.waiting import HANG_LIMIT_S
 
 DENIED = {
     "User tandem has no permissions to run the 'time' command": "add +time to the ACL rules of tandem",
@@ -49,7 +50,7 @@ async def test_a_real_server_that_denies_a_command_is_unavailable_and_the_rule_i
             remedy = redis_remedy(store.last_failure)
             assert "+time" in remedy or "ACL LOG" in remedy, store.last_failure
             admin.execute_command("ACL", "SETUSER", USER, "+time")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_LIMIT_S):
                 while not store.is_up:
                     with contextlib.suppress(StoreUnavailable):  # its breaker is open for a second
                         await store.run(now, (), ())

@@ -1,13 +1,22 @@
 """Stored answers in a real Redis: one owner, bounds that hold, and nothing that stays counted."""
 
 import asyncio
+import json
 
 import pytest
 
-from services.cluster.answer_scripts import MAX_ACTIVE, MAX_ANSWERS, MAX_SEEN, AnswerReply
-from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
+from services.cluster.answer_records import (
+    INLINE_BYTES,
+    INLINE_EVENT_BYTES,
+    MAX_ACTIVE,
+    MAX_ANSWERS,
+    MAX_SEEN,
+    AnswerReply,
+)
+from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder, name_of_answer
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
+from tests.waiting import HANG_LIMIT_S
 
 KEYS = Keys("test")
 
@@ -48,7 +57,7 @@ async def test_what_is_put_is_found_by_its_tenant_alone(answers, client):
 async def test_what_has_expired_is_no_longer_counted(patient_store):
     answers = AnswerStore(patient_store, room=AnswerRoom(), life_s=1.0)
     await put(answers)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while await answers.swept_bytes():  # noqa: ASYNC110 - Redis' own clock decides
             await asyncio.sleep(0.05)
     assert await answers.find("acme", "a") is None
@@ -118,7 +127,8 @@ async def test_one_owner_at_a_time(answers, client):
     assert (first.id, first.tenant, first.order, first.num_tries) == ("a", "acme", order(), 1)
     assert await answers.claim("second") is None
     assert await answers.renew(first) is AnswerReply.DONE
-    client.zadd(KEYS.active_answers, {first.name: 0})
+    client.zadd(KEYS.waiting_answers_prefix + "*", {"acme": 0})
+    client.zadd(KEYS.waiting_answers_prefix + "*/acme", {first.name: 0})
     second = await answers.claim("second")
     assert (second.epoch, second.num_tries) == (2, 2)
     assert await answers.renew(first) is AnswerReply.FENCED
@@ -257,3 +267,150 @@ async def test_a_list_has_those_of_its_kind_in_the_order_of_their_making(answers
     monkeypatch.setattr("services.cluster.answers.MAX_ANSWER_BYTES", 1)
     assert await page(limit=7) == ([b"6", b"5"], True)
     assert await page(limit=7, after="x-5") == ([b"4", b"3"], True)
+
+
+LONG = b"[" + b"1," * INLINE_BYTES + b"1]"
+"""An input of three pieces."""
+
+
+async def evictable(client):
+    return dict(client.zrange(KEYS.evictable_answers, 0, -1, withscores=True))
+
+
+async def test_a_long_value_is_stored_in_pieces_and_read_as_a_whole(answers, client):
+    document, events = b"d" * (INLINE_BYTES + 1), [b"e" * (INLINE_EVENT_BYTES + 1), b"short"]
+    assert await answers.put("acme", "a", document=document, input_items=LONG) is AnswerReply.DONE
+    found = await read(answers)
+    assert (found.document, found.input) == (document, LONG)
+    assert max(client.memory_usage(key) for key in client.scan_iter("*")) < 4 * INLINE_BYTES
+    assert await answers.page("acme", "a", limit=5, accepts=lambda document: True) == ([document], False)
+    assert await answers.create("acme", "b", order=order(body=LONG), document=b"{}", input_items=LONG)
+    claimed = await answers.claim("me")
+    assert (claimed.order.body, claimed.input) == (LONG, LONG)
+    assert await answers.write(claimed, events, document=document) is AnswerReply.DONE
+    assert await answers.events("acme", "b", first=0, most=10) == ("over", events)
+    assert (await read(answers, "b")).document == document
+    assert await evictable(client) == {b"acme": await answers.swept_bytes()}
+    for answer_id in ("a", "b"):
+        assert await answers.delete("acme", answer_id)
+    assert (await answers.swept_bytes(), await evictable(client)) == (0, {})
+    assert not [key for key in client.scan_iter("*") if client.type(key) in (b"list", b"hash")], "nothing is left"
+
+
+async def test_a_long_conversation_grows_by_pieces(answers, client):
+    await answers.put("acme", "a", document=b"{}", input_items=b"[]")
+    items = [b'"%03d%b"' % (number, b"x" * (INLINE_BYTES // 3)) for number in range(9)]
+    for item in items:
+        assert await answers.append("acme", "a", items=[item]) is AnswerReply.DONE
+        assert await answers.append("acme", "a", items=[item]) is AnswerReply.HELD
+    large = b'"%b"' % (b"y" * (3 * INLINE_BYTES))
+    for reply in (AnswerReply.DONE, AnswerReply.HELD):
+        assert await answers.append("acme", "a", items=[large]) is reply
+    found = await read(answers)
+    assert json.loads(found.input) == [json.loads(item) for item in (*items, large)]
+    assert await answers.change("acme", "a", read=found, document=b"new", input_items=b"[]") is AnswerReply.DONE
+    assert await answers.swept_bytes() == len(b"new[]") + OVERHEAD_BYTES
+    assert len([*client.scan_iter(KEYS.answer_prefix + "*")]) == 1, "its pieces are gone"
+
+
+async def test_pieces_that_find_no_room_are_dropped(patient_store, client):
+    answers = AnswerStore(patient_store, room=AnswerRoom(2 * INLINE_BYTES, 10 * INLINE_BYTES), life_s=100.0)
+    await put(answers)
+    assert await answers.put("acme", "long", document=b"{}", input_items=LONG + LONG) is AnswerReply.TENANT_FULL
+    assert await answers.swept_bytes() == sum((await evictable(client)).values())
+    assert not [key for key in client.scan_iter("*") if client.type(key) == b"list"]
+
+
+async def test_a_change_does_not_evict_what_it_changes(patient_store):
+    answers = AnswerStore(patient_store, room=AnswerRoom(20 * INLINE_BYTES, 5 * INLINE_BYTES), life_s=100.0)
+    await put(answers, "other", "other", num_bytes=INLINE_BYTES)
+    assert await answers.put("acme", "a", document=b"{}", input_items=LONG) is AnswerReply.DONE
+    longer = b'"%b"' % (b"y" * (INLINE_BYTES + 1))
+    assert await answers.append("acme", "a", items=[longer]) is AnswerReply.DONE
+    assert len((await read(answers)).input) == len(LONG) + 1 + len(longer)
+
+
+@pytest.mark.parametrize("num_events", [8000, 20_000])
+async def test_any_number_of_events_is_written_once(answers, num_events):
+    await create(answers)
+    claimed = await answers.claim("me")
+    events = [b"%d" % number for number in range(num_events)]
+    await answers.write(claimed, events[:5000])
+    claimed.num_events = 0  # its reply did not arrive
+    assert await answers.write(claimed, events, document=b"{1}") is AnswerReply.DONE
+    stored = []
+    while len(stored) < num_events:
+        state, more = await answers.events("acme", "a", first=len(stored), most=1000)
+        stored += more
+    assert (state, stored) == ("over", events)
+
+
+async def test_waiting_responses_of_one_tenant_do_not_keep_others_out(patient_store):
+    answers = AnswerStore(patient_store, room=AnswerRoom(60_000, 100_000), life_s=100.0)
+    for number in range(4):
+        assert await create(answers, f"w{number}", "waits", body=b"b" * 12_000) is AnswerReply.DONE
+    for tenant in ("a", "b", "c", "d", "e", "f"):
+        assert await put(answers, tenant=tenant, num_bytes=10_000) is AnswerReply.DONE
+    assert [(await answers.find("waits", f"w{number}")).state for number in range(4)] == ["queued"] * 4
+    assert await answers.find("f", "a") is not None
+
+
+async def test_the_evictable_amount_follows_every_end_of_an_answer(patient_store, client):
+    answers = AnswerStore(patient_store, room=AnswerRoom(), life_s=1.0)
+    await put(answers)
+    await create(answers, "b")
+    claimed = await answers.claim("me")
+    assert await evictable(client) == {b"acme": 102 + OVERHEAD_BYTES}
+    await answers.write(claimed, [b"event"], document=b"{1}")
+    assert await evictable(client) == {b"acme": await answers.swept_bytes()}
+    async with asyncio.timeout(HANG_LIMIT_S):
+        while await answers.swept_bytes():  # noqa: ASYNC110 - Redis' own clock decides
+            await asyncio.sleep(0.05)
+    assert await evictable(client) == {}
+    client.zadd(KEYS.evictable_answers, {"forgotten": 10**9})  # the amount of a tenant whose list is lost
+    small = AnswerStore(patient_store, room=AnswerRoom(20_000, 20_000), life_s=100.0)
+    for tenant in ("a", "b", "c", "d"):
+        assert await put(small, tenant=tenant, num_bytes=8_000) is AnswerReply.DONE
+    assert b"forgotten" not in await evictable(client)
+
+
+async def test_a_claim_reaches_past_any_number_that_it_may_not_have(answers):
+    for tenant in range(40):
+        for number in range(MAX_ACTIVE):
+            await create(answers, f"a{number}", f"t{tenant}", regions="eu")
+    await create(answers, "ours", "us", regions="us")
+    await create(answers, "anywhere", "us")
+    claimed = [await answers.claim("me", region="us", busy_tenants=["t0"]) for _ in range(2)]
+    assert {each.id for each in claimed} == {"ours", "anywhere"}
+    assert await answers.claim("me", region="us") is None
+    full = [f"t{tenant}" for tenant in range(39)]
+    assert (await answers.claim("me", region="eu", full_tenants=full)).tenant == "t39"
+
+
+def calls_inside(client):
+    """Commands that scripts have called, in all."""
+    stats = client.info("commandstats")
+    return sum(each["calls"] for name, each in stats.items() if not name.startswith(("cmdstat_eval", "cmdstat_info")))
+
+
+async def test_storing_costs_the_same_for_any_number_of_tenants(patient_store, client):
+    num_calls = {}
+    for num_tenants in (20, 400):
+        each = 1000 + 2 + OVERHEAD_BYTES
+        answers = AnswerStore(patient_store, room=AnswerRoom(10 * each, num_tenants * each), life_s=100.0)
+        for number in range(num_tenants):
+            await put(answers, tenant=f"t{number}", num_bytes=1000)
+            await create(answers, "w", f"t{number}", regions="eu")
+        await create(answers, "ours", "us", regions="us")
+        before = calls_inside(client)
+        assert await answers.put("new", "a", document=b"d" * 5000, input_items=b"[]") is AnswerReply.DONE
+        assert (await answers.claim("me", region="us")).id == "ours"
+        num_calls[num_tenants] = calls_inside(client) - before
+        for key in client.scan_iter("*"):
+            client.delete(key)
+    assert num_calls[400] <= num_calls[20]
+
+
+def test_an_id_of_any_characters_has_a_name() -> None:
+    """JSON may hold half of a surrogate pair, which UTF-8 does not have."""
+    assert name_of_answer("t", "\ud800") != name_of_answer("t", "\ud801")

@@ -31,6 +31,7 @@ from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import CHUNK_BYTES, OVERHEAD_BYTES, FilesFull, FileStore, Room, new_id
 from services.cluster.keys import Keys
 from services.cluster.redis_store import Store
+from tests.services.cluster.test_answers import calls_inside
 
 KEYS = Keys("test")
 
@@ -75,8 +76,10 @@ async def content(files, file_id):
     return whole
 
 
-def end_lease(client, batch):
-    client.hset(KEYS.batch_prefix + batch.id, "lease", 0)
+def end_lease(client, batch, keys=KEYS):
+    """Lets another gateway claim a batch that is pinned to no region."""
+    client.zadd(f"{keys.waiting_batches_prefix}*/{batch.order.tenant}", {batch.id: 0})
+    client.zadd(keys.waiting_batches_prefix + "*", {batch.order.tenant: 0})
 
 
 async def test_a_batch_is_what_was_asked_for(batches, client):
@@ -96,7 +99,7 @@ async def test_a_batch_has_one_owner_until_its_claim_ends(batches, client):
     first = await batches.claim("first")
     assert (first.id, first.epoch, first.owner) == (made.id, 1, "first")
     assert await batches.claim("second") is None
-    lease_ms = int(client.hget(KEYS.batch_prefix + made.id, "lease"))
+    lease_ms = client.zscore(f"{KEYS.waiting_batches_prefix}*/acme", made.id)
     seconds, micros = client.time()
     assert 0 < lease_ms - seconds * 1000 - micros / 1000 <= LEASE_S * 1000
     end_lease(client, made)
@@ -116,7 +119,8 @@ async def test_of_two_owners_with_one_epoch_the_later_one_counts(batches, client
     made = await create(batches)
     first = await batches.claim("first")
     # Redis has failed over to a copy that did not know of the claim yet.
-    client.hset(KEYS.batch_prefix + made.id, mapping={"epoch": 0, "lease": 0})
+    client.hset(KEYS.batch_prefix + made.id, "epoch", 0)
+    end_lease(client, made)
     second = await batches.claim("second")
     assert second.epoch == first.epoch
     assert (await batches.renew(first)).reply is Reply.FENCED
@@ -337,7 +341,7 @@ class BatchMachine(RuleBasedStateMachine):
     @rule()
     def owner_dies(self):
         if not self.is_over:
-            self.redis.hset(self.store.keys.batch_prefix + self.batch.id, "lease", 0)
+            end_lease(self.redis, self.batch, self.store.keys)
             self.is_leased = False
 
     @initialize(target=claims, begins=st.booleans())
@@ -459,3 +463,19 @@ def test_whoever_dies_and_whatever_comes_late_each_row_has_its_first_result(mach
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
+
+
+async def test_batches_that_others_have_cost_nothing(batches, client):
+    num_calls = {}
+    for num_others in (32, 320):
+        for number in range(num_others):
+            await create(batches, f"t{number // MAX_ACTIVE}", regions="eu")
+        before = calls_inside(client)
+        made = await create(batches, "ours", regions="us")
+        claimed = await batches.claim("me", region="us", full_tenants=["t0"])
+        assert claimed.id == made.id
+        await batches.release(claimed)
+        num_calls[num_others] = calls_inside(client) - before
+        for key in client.scan_iter("*"):
+            client.delete(key)
+    assert num_calls[320] <= num_calls[32]

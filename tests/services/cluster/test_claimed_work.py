@@ -1,13 +1,13 @@
 """Work that is claimed, against a table in memory: whose it is, how it ends, and what others get to do."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from services.cluster import claimed_work
 from services.cluster.claimed_work import ClaimedRun, ClaimedWork, Left, until_answered
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
+from tests.waiting import until
 
 
 class Run(ClaimedRun):
@@ -58,12 +58,6 @@ class Work(ClaimedWork[Run]):
                 run = self.owners[name] = Run(name, tenant, self)
                 return run
         return None
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():  # noqa: ASYNC110 -- what it waits for has no event
-            await asyncio.sleep(0.001)
 
 
 async def test_pieces_are_claimed_up_to_the_shares_and_a_place_that_is_free_is_used_at_once() -> None:
@@ -194,3 +188,16 @@ async def test_a_command_without_an_answer_ends_after_its_time(monkeypatch: pyte
 
     with pytest.raises(StoreUnavailable):
         await until_answered(call, timeout_s=0.01)
+
+
+async def test_what_redis_refuses_is_not_repeated() -> None:
+    num_calls = 0
+
+    async def call() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise StoreRefused("no")
+
+    with pytest.raises(StoreRefused):
+        await until_answered(call)
+    assert num_calls == 1

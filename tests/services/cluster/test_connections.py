@@ -12,12 +12,12 @@ from services.cluster.connections import AWAY_AFTER_S, BACK_AFTER_S, MAX_ROUND_T
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
-from tests.faults.harness import free_port
 from tests.faults.proxy import Proxy
-from tests.stopwatch import Stopwatch
+from tests.free_ports import free_port
+from tests.waiting import HANG_LIMIT_S
 
 ECHO = Script("return ARGV[1]")
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -80,9 +80,7 @@ async def test_closing_ends_a_connection_that_is_being_made(road: tuple[Proxy, s
     store = Store(url, cluster="test")
     with pytest.raises(StoreUnavailable):
         await store.run(ECHO, (), ("x",))
-    watch = Stopwatch()
     await store.close()
-    assert watch.elapsed_s() < 3.0
     assert not [task for task in asyncio.all_tasks() if "Connections._connect" in repr(task.get_coro())]
 
 

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import redis
 from services.cluster import embedded_redis as embedded
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.errors import ConfigError, StoreUnavailable
+from tests.waiting import wait_until
 
 STARTER = """
 import sys, time
@@ -91,14 +91,12 @@ def test_a_server_that_cannot_start_says_why() -> None:
 
 def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper"
-    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.write_text("#!/bin/sh\nexec sleep 3600\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(embedded, "_binary", lambda: str(sleeper))
     server = EmbeddedRedis()
-    began_s = time.monotonic()
     with pytest.raises(StoreUnavailable, match="did not answer"):
         server.start(timeout_s=0.3)
-    assert time.monotonic() - began_s < 5
     assert not server.is_running()
 
 
@@ -116,7 +114,4 @@ def test_it_dies_with_a_parent_that_was_killed() -> None:
         assert is_alive(pid)
         parent.kill()
         parent.wait()
-    deadline_s = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not is_alive(pid)
+    wait_until(lambda: not is_alive(pid))

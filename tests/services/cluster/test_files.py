@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.cluster.files import MAX_FILES, OVERHEAD_BYTES, FilesFull, FileStore, Room, new_id
+from services.cluster.files import AGAIN, MAX_FILES, MAX_SWEPT, OVERHEAD_BYTES, FilesFull, FileStore, Room, new_id
 from services.cluster.keys import Keys
 
 KEYS = Keys("test")
@@ -136,3 +136,21 @@ async def test_pages_go_on_after_an_id_even_if_that_is_gone(files):
     assert await page(after=ids[3], purpose="batch") == ([1], False)
     await files.delete(ids[3], "acme")
     assert await page(limit=1, after=ids[3]) == ([2], True)
+
+
+async def test_any_number_of_expired_files_makes_room(files, client):
+    for number in range(18):
+        await files.put_chunk(f"file-{number}", "acme", 0, b"x")
+    expired = {f"file-old-{number}": 0 for number in range(3 * MAX_SWEPT)}
+    client.zadd(KEYS.file_expiry, expired)
+    client.hset(KEYS.file_sizes, mapping=dict.fromkeys(expired, "100 acme"))
+    client.hincrby(KEYS.file_totals, "acme", 100 * len(expired))
+    client.hincrby(KEYS.file_totals, "*", 100 * len(expired))
+    await files.put_chunk("file-new", "acme", 0, b"x")
+    assert await files.num_bytes("acme") == 19 * (OVERHEAD_BYTES + 1)
+
+
+async def test_a_file_may_have_any_content(files):
+    file = await put(files, AGAIN)
+    assert await files.chunk(file.id, 0) == AGAIN
+    assert await files.read(file.id, 0, len(AGAIN)) == AGAIN

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from services.cluster.journal_room import MIN_KEPT_S, JournalRoom, cost_bytes, swept_bytes
+from services.cluster.journal_room import MAX_DROPPED, MIN_KEPT_S, JournalRoom, cost_bytes, swept_bytes
 from services.cluster.journal_scripts import Written
 from services.cluster.journals import TTL_S, JournalStore, JournalWriter, Mode, Outcome, Record, row_of
 
@@ -180,3 +180,13 @@ async def test_gateways_that_claim_at_once_never_take_more_than_there_is(journal
     held = totals(client, journals)
     assert held.pop("*") == sum(held.values()) <= ROOM.all_bytes
     assert max(held.values()) <= ROOM.tenant_bytes
+
+
+async def test_any_number_of_old_journals_makes_room(journals, client):
+    large = JournalStore(journals._store, room=JournalRoom(2**30, 2**30))
+    num_old = 3 * MAX_DROPPED
+    for number in range(num_old):
+        await claimed(large, number)
+        make_old(client, journals, number)
+    assert await claimed(journals, num_old) is Outcome.MADE
+    assert totals(client, journals)["*"] <= journals.room.all_bytes

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.cluster.journal_scripts import MAX_CHOICES, MAX_JOURNAL_BYTES, Written
 from services.cluster.journals import (
+    MAX_BATCH_CHOICES,
     TTL_S,
     JournalStore,
     JournalWriter,
@@ -21,7 +22,8 @@ from services.cluster.journals import (
 )
 from services.cluster.redis_store import Store
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
+from tests.waiting import HANG_LIMIT_S, until
 
 NAME, OTHER_NAME = "a" * 32, "b" * 32
 DIGEST, OTHER_DIGEST = "1" * 64, "2" * 64
@@ -374,12 +376,6 @@ async def writer(journals):
     await opened.close()
 
 
-async def until(holds):
-    async with asyncio.timeout(60):
-        while not await holds():  # noqa: ASYNC110 - the condition is Redis' content
-            await asyncio.sleep(0.005)
-
-
 async def held_of(journals, name=NAME):
     return (await journals.claim(Mode.FIND, record(name=name), checks_digest=False)).held
 
@@ -505,5 +501,35 @@ async def test_closing_writes_what_waits(journals, patient_store, is_away):
     writer.start()
     writer.post(record(token_ids=[[5]]))
     await asyncio.sleep(0)
-    await writer.close(timeout_s=10.0)
+    await writer.close(timeout_s=HANG_LIMIT_S)
     assert (await held_of(journals)).token_ids == [[5]]
+
+
+async def test_a_journal_that_redis_refuses_keeps_no_other_waiting(patient_store):
+    class Refusing(JournalStore):
+        async def write(self, rows):
+            if any(row[0] == OTHER_NAME for row in rows):
+                raise StoreRefused("no")
+            return await super().write(rows)
+
+    writer = JournalWriter(Refusing(patient_store), on_taken_over=lambda record: None)
+    good, bad = record(token_ids=[[1]]), record(name=OTHER_NAME)
+    for each in (bad, good):
+        writer.post(each)
+    await writer.flush()
+    assert (good.is_in_redis, bad.is_over) == (True, True)
+
+
+async def test_one_script_writes_a_bounded_number_of_answers(journals, monkeypatch):
+    taken = []
+    monkeypatch.setattr(journals, "write", lambda rows: _written(taken, rows))
+    writer = JournalWriter(journals, on_taken_over=lambda record: None)
+    for number in range(6):
+        writer.post(record(name=f"{number:032x}", num_choices=MAX_CHOICES // 2, token_ids=[[1]] * (MAX_CHOICES // 2)))
+    await writer.flush()
+    assert (sum(taken), max(taken)) == (6, MAX_BATCH_CHOICES // (MAX_CHOICES // 2))
+
+
+async def _written(taken, rows):
+    taken.append(len(rows))
+    return [Written.DONE] * len(rows)

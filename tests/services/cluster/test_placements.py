@@ -27,11 +27,12 @@ from services.cluster.placements import (
     can_move,
     can_reach,
 )
-from services.cluster.redis_store import Store
-from services.runtime.errors import StoreUnavailable
+from services.cluster.rate_limits import Limiter
+from services.cluster.redis_store import Script, Store
+from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.examples import examples
 from tests.limited_redis import LimitedRedis
-from tests.stopwatch import Stopwatch
+from tests.waiting import HANG_LIMIT_S
 
 GATEWAY, OTHER = "a" * 32, "b" * 32
 HAPPY = [State.QUEUED, State.ADMITTED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.FINISHED]
@@ -174,6 +175,31 @@ def test_written_behind_or_not_the_last_state_is_the_same(data: st.DataObject, r
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("state", [State.QUEUED, State.TRANSFERRING, State.FINISHED])
+async def test_a_request_whose_gateway_is_no_longer_present_is_interrupted(
+    store: Store, placements: PlacementStore, state: State
+) -> None:
+    await placements.move(placement("r1", state))
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.shown_state == state, "no gateway is known to be present, so nothing is known of this one"
+    alive, dead = Limiter(store, gateway=GATEWAY), Limiter(store, gateway=OTHER)
+    await dead._write(renews=True)
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.state == state
+    assert found.shown_state == (state if state == State.FINISHED else "interrupted")
+    await alive._write(renews=True)
+    assert await placements.get("r1") == placement("r1", state)
+    await store.run(EXPIRE, (store.keys.gateways,), (GATEWAY,))
+    found = await placements.get("r1")
+    assert found is not None
+    assert found.shown_state == (state if state == State.FINISHED else "interrupted")
+
+
+EXPIRE = Script("return redis.call('ZADD', KEYS[1], 1, ARGV[1])")
+
+
 def walk(life: list[str], *, began_unix_ns: int) -> list[Placement]:
     """The placements of one request that lives by these words, ended in the end."""
     attempt, state = 1, State.QUEUED
@@ -287,7 +313,7 @@ async def test_the_writer_writes_the_latest_state(writer: PlacementWriter, place
     for state in HAPPY[:5]:
         writer.post(placement("r1", state))
     writer.post(placement("r2", State.QUEUED))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while writer.num_pending:  # noqa: ASYNC110 - the writer has its own pace
             await asyncio.sleep(0.01)
         await writer.flush()
@@ -338,17 +364,15 @@ async def test_without_redis_the_writer_is_bounded_and_catches_up(
     writer = PlacementWriter(placements, max_pending=100)
     writer.start()
     os.kill(redis_server.pid, signal.SIGSTOP)
-    watch = Stopwatch()
     for index in range(1000):
         writer.post(placement(f"r{index}", State.QUEUED))
         writer.post(placement("r0", HAPPY[index % 5]))
         if index % 100 == 0:
             await asyncio.sleep(0.02)
-    assert watch.elapsed_s() < 2
     assert writer.num_pending <= 100
     assert writer.num_dropped == 900
     os.kill(redis_server.pid, signal.SIGCONT)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while writer.num_pending or not await exists(placements, "r99"):  # noqa: ASYNC110 - it is in Redis
             await asyncio.sleep(0.05)
     await writer.close()
@@ -362,9 +386,8 @@ async def test_closing_without_redis_takes_its_time_and_no_more(
     redis_server.kill()
     writer.post(placement("r1", State.QUEUED))
     await asyncio.sleep(0.1)
-    watch = Stopwatch()
-    await writer.close(timeout_s=0.5)
-    assert watch.elapsed_s() < 1.5
+    async with asyncio.timeout(HANG_LIMIT_S):
+        await writer.close(timeout_s=0.5)
 
 
 async def test_closing_outlasts_a_short_outage(placements: PlacementStore, redis_server: EmbeddedRedis) -> None:
@@ -372,7 +395,7 @@ async def test_closing_outlasts_a_short_outage(placements: PlacementStore, redis
     writer.start()
     os.kill(redis_server.pid, signal.SIGSTOP)
     writer.post(placement("r1", State.QUEUED))
-    closing = asyncio.create_task(writer.close(timeout_s=10))
+    closing = asyncio.create_task(writer.close(timeout_s=HANG_LIMIT_S))
     await asyncio.sleep(0.4)
     os.kill(redis_server.pid, signal.SIGCONT)
     await closing
@@ -391,27 +414,19 @@ async def test_closing_writes_what_waits(placements: PlacementStore) -> None:
     assert await placements.get("r599") is not None
 
 
-async def test_a_transition_costs_less_than_20_microseconds(patient_store: Store) -> None:
-    """2,000 requests a second with five transitions each; CPU of this process, packing and I/O included."""
-    writer = PlacementWriter(PlacementStore(patient_store))
-    writer.start()
-    num_transitions = 0
-    began_s = time.process_time()
-    for tick in range(100):
-        for request in range(20):
-            for state in HAPPY[:5]:
-                writer.post(placement(f"r{tick * 20 + request}", state))
-                num_transitions += 1
-        await asyncio.sleep(0.005)
-    await writer.flush()
-    cost_us = (time.process_time() - began_s) / num_transitions * 1e6
-    await writer.close()
-    assert writer.num_written >= 2000
-    assert cost_us < 20
-
-
 async def exists(placements: PlacementStore, request_id: str) -> bool:
     try:
         return await placements.get(request_id) is not None
     except StoreUnavailable:
         return False
+
+
+async def test_placements_that_redis_refuses_are_dropped(placements: PlacementStore) -> None:
+    async def refuse(*args: object, **kwargs: object) -> list[int]:
+        raise StoreRefused("no")
+
+    placements.move_many = refuse  # type: ignore[method-assign]
+    writer = PlacementWriter(placements)
+    writer.post(Placement("r", 1, State.QUEUED, GATEWAY))
+    await writer.flush()
+    assert (writer.num_pending, writer.num_dropped) == (0, 1)

@@ -9,6 +9,7 @@ from services.cluster.quarantine import MAX_FINGERPRINTS, Quarantine
 from services.cluster.redis_store import Store
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
+from tests.waiting import HANG_LIMIT_S
 
 
 def fingerprint(number):
@@ -113,13 +114,13 @@ async def test_without_redis_it_is_local_and_goes_on(redis_server, client, monke
     redis_server.kill()
     quarantine.start()
     quarantine.add(fingerprint(1))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await has_failed.wait()
     assert fingerprint(1) in quarantine
     with pytest.raises(StoreUnavailable):
         await exchange()
     redis_server.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while client.zscore(store.keys.quarantine, fingerprint(1)) is None:  # noqa: ASYNC110 - across Redis
             await asyncio.sleep(0.01)
     await quarantine.close()
@@ -134,6 +135,6 @@ async def test_the_exchange_goes_on_by_itself(patient_store):
             stack.push_async_callback(quarantine.close)
         await asyncio.sleep(0.1)
         first.add(fingerprint(1))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while fingerprint(1) not in second:  # noqa: ASYNC110 - across Redis
                 await asyncio.sleep(0.01)

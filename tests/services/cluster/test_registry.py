@@ -30,6 +30,7 @@ from services.cluster.registry import (
 from services.cluster.registry_scripts import RENEW
 from services.runtime.errors import LeaseLost
 from services.runtime.worker_state import UNLISTED
+from tests.waiting import HANG_LIMIT_S, until
 
 NewRecord = Callable[..., WorkerRecord]
 KEY = "tandem:{test}:worker:prefill-0"
@@ -53,7 +54,7 @@ class Watcher:
                     self.seen.append(membership)
                     self._changed.notify_all()
 
-    async def until(self, holds: Callable[[Membership], bool], *, timeout_s: float = 60.0) -> float:
+    async def until(self, holds: Callable[[Membership], bool], *, timeout_s: float = HANG_LIMIT_S) -> float:
         """Seconds until the view is such."""
         began_s = time.monotonic()
         async with asyncio.timeout(timeout_s), self._changed:
@@ -103,12 +104,6 @@ def store(patient_store: Store) -> Store:
     return patient_store
 
 
-async def until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - another thread or process makes it so
-            await asyncio.sleep(0.01)
-
-
 def here(membership: Membership) -> bool:
     return ids(membership) == ["prefill-0"] and not membership.is_stale
 
@@ -136,7 +131,7 @@ async def test_counts_are_published_at_the_next_beat_and_are_no_change(
     await watcher.until(here)
     number = client.zscore(CHANGES, "prefill-0")
     lease.update(pages_total=100, pages_free=60, pages_used=40)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         while (await list_workers(store))[1]["prefill-0"].pages_free != 60:  # noqa: ASYNC110 - a thread's
             await asyncio.sleep(0.01)
     assert client.zscore(CHANGES, "prefill-0") == number
@@ -207,8 +202,8 @@ async def test_the_record_is_back_within_3_s(
         assert not lease.is_held
         os.kill(redis_server.pid, signal.SIGCONT)
     await asyncio.sleep(0.05)
-    await until(lambda: client.exists(KEY) == 1, timeout_s=BACK_S)
-    await watcher.until(here, timeout_s=BACK_S)
+    await until(lambda: client.exists(KEY) == 1)
+    await watcher.until(here)
     if fault != "key_deleted" and fault != "freeze":
         assert all(ids(view) == ["prefill-0"] for view in watcher.seen if view.workers or view is not watcher.seen[0])
 
@@ -572,7 +567,7 @@ async def test_a_lease_costs_no_request_of_the_event_loop(
 
     def answer_later(*args: object, **options: object) -> object:
         is_asked.set()
-        assert may_answer.wait(60)
+        assert may_answer.wait(HANG_LIMIT_S)
         return execute(*args, **options)
 
     monkeypatch.setattr(redis.Redis, "execute_command", answer_later)
@@ -585,13 +580,13 @@ async def test_a_lease_costs_no_request_of_the_event_loop(
     try:
         assert await asyncio.to_thread(is_asked.wait, 60)
         # The lease hangs in a request, and so would an update that waits for it or makes one of its own.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             await asyncio.to_thread(update)
         assert not may_answer.is_set()
     finally:
         os.kill(redis_server.pid, signal.SIGSTOP)
         may_answer.set()
     released = asyncio.create_task(asyncio.to_thread(lease.release))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await released
     os.kill(redis_server.pid, signal.SIGCONT)

@@ -14,9 +14,10 @@ from services.cluster.redis_url import Sentinels, check_url, sentinels_of
 from services.runtime.config import redacted
 from services.runtime.errors import ConfigError, StoreUnavailable
 from tests.sentinels import ADMIN, SentinelSet, sentinel_set
+from tests.waiting import HANG_LIMIT_S
 
 SET = Script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[1]")
-PATIENCE_S = 30.0
+PATIENCE_S = HANG_LIMIT_S
 
 
 @pytest.fixture(scope="module")

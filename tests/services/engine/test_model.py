@@ -225,6 +225,7 @@ def test_model_serves_without_kernels_and_says_so(checkpoint, monkeypatch, caplo
     model: Model = load_model(checkpoint("llama-mha"), device="cpu")
     assert not model.exact
     assert model.arithmetic == f"torch-{torch.__version__}"
+    assert model.kernels_error == "there is no C++ compiler"
     assert "there is no C++ compiler" in caplog.text
 
 
@@ -259,5 +260,5 @@ def test_triton_that_does_not_work_is_told_and_done_without(caplog: pytest.LogCa
     """Here for want of a GPU; elsewhere for want of a compiler or of Python's headers."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("there is no Triton for this system")
-    assert not models._can_use_triton()
+    assert models._triton_error().startswith("Triton does not work: ")
     assert "Triton does not work here" in caplog.text

@@ -6,8 +6,10 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_lay
 from services.engine.cache.pool import PageLayout, PagePool
 from services.engine.engine import Engine, load_engine
 from services.engine.model import Model, load_model
-from services.engine.parallel.meeting import Meeting
+from services.engine.parallel.meeting import STEP_TIMEOUT_S, Meeting
 from services.engine.parallel.messages import receive_object, send_object
 from services.engine.parallel.part import RankPart
 from services.engine.reference.decoder import DecoderStep
@@ -75,8 +77,7 @@ class ThreadRanks:
         return given
 
     def model(self) -> Model:
-        source = self.parts[0].source
-        return Model(source.config, self, source.placement, fingerprint="f", kernels=source.kernels)
+        return Model(self.parts[0].source, self, fingerprint="f")
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_without_kernels_results_are_close(
 ) -> None:
     folder = checkpoint("qwen3-qk-norm")
     expected = paged_run(load_model(folder)).step({"a": random_ids(33)})["a"]
-    monkeypatch.setattr("services.engine.model._find_kernels", lambda: None)
+    monkeypatch.setattr("services.engine.model._find_kernels", lambda: (None, "no compiler"))
     model = thread_ranks(folder, 2, 2).model()
     assert not model.exact
     run = paged_run(model)
@@ -237,6 +238,21 @@ def watch_reading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Checkpoint, "_map_tensors", begin)
     monkeypatch.setattr(Checkpoint, "tensor", tensor)
     return loads
+
+
+def test_a_rank_waits_for_the_stage_before_as_long_as_a_step_may_take() -> None:
+    limits: list[timedelta] = []
+    exchange = SimpleNamespace(wait=lambda *limit: limits.extend(limit))
+    for rank in range(2):
+        meeting = object.__new__(Meeting)
+        meeting._shard = Shard(Parallelism(1, 2), rank)
+        meeting._all = cast(Any, SimpleNamespace(send=lambda *_: exchange, recv=lambda *_: exchange))
+        if rank == 0:
+            meeting.pass_on(torch.zeros(1, 2))
+        else:
+            meeting.take_over(torch.zeros(1, 2))
+        meeting.bring_to_first(torch.zeros(1, 2) if rank else None, 1, 2)
+    assert limits == [timedelta(seconds=STEP_TIMEOUT_S)] * 4
 
 
 def test_strangers_at_the_ports_of_ranks_change_nothing(tmp_path: Path) -> None:

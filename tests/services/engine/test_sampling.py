@@ -396,7 +396,7 @@ class TestLogprobs:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("poison", [math.nan, math.inf])
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {}, {"top_p": 0.5}, {"logit_bias": {0: 1.0}}])
     def test_a_poisoned_row_fails_alone(self, poison: float, sampling: dict[str, Any]) -> None:
         logits = random_logits(4, 200)
@@ -405,6 +405,34 @@ class TestFailures:
         results = sample(logits, [sequence(seed=i, logprobs=None, **sampling) for i in range(4)])
         assert isinstance(results[2], NonFiniteLogits)
         assert [r.token_id for r in results if isinstance(r, SampledToken)] == good
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_row_of_no_finite_number_fails(self, value: float, temperature: float) -> None:
+        logits = random_logits(2, 200)
+        logits[1] = value
+        good, bad = sample(logits, [sequence(temperature=temperature)] * 2)
+        assert isinstance(good, SampledToken)
+        assert isinstance(bad, NonFiniteLogits)
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            {"temperature": 0},
+            {"temperature": 1.3},
+            {"min_p": 0.01},
+            {"top_p": 0.9},
+            {"top_k": 500},
+            {"repetition_penalty": 1.2, "prompt": [195, 3]},
+            {"logit_bias": {190: 100.0}},
+            {"logprobs": 3},
+        ],
+    )
+    def test_a_masked_token_is_as_if_the_model_did_not_have_it(self, sampling: dict[str, Any]) -> None:
+        logits = random_logits(20, 200)
+        logits[:, 190:] = -math.inf
+        sequences = [sequence(seed=seed, **sampling) for seed in range(len(logits))]
+        assert sample(logits, sequences) == sample(logits[:, :190], sequences)
 
     def test_a_row_of_nan_with_everything_asked_for(self) -> None:
         logits = torch.full((2, 50), math.nan)

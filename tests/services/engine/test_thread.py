@@ -1,14 +1,15 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
 import pytest
 
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerUnavailable
+from tests.waiting import HANG_LIMIT_S, wait_until
 
-WAIT_S = 60.0
+WAIT_S = HANG_LIMIT_S
 
 
 class Harness:
@@ -47,13 +48,6 @@ def harness() -> Iterator[Harness]:
     it.thread.stop(timeout_s=WAIT_S)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_commands_run_in_order_on_the_engine_thread(harness: Harness) -> None:
     seen: list[int] = []
     futures = [harness.thread.submit(lambda i=i: seen.append(i)) for i in range(100)]  # type: ignore[misc]
@@ -65,7 +59,7 @@ def test_commands_run_in_order_on_the_engine_thread(harness: Harness) -> None:
 
 def test_steps_run_while_there_is_work_then_sleep(harness: Harness) -> None:
     harness.thread.submit(lambda: harness.add_work(50)).result(WAIT_S)
-    eventually(lambda: harness.work == 0)
+    wait_until(lambda: harness.work == 0)
     steps = harness.steps
     time.sleep(0.05)
     assert harness.steps == steps  # no spinning
@@ -77,9 +71,9 @@ def test_wake_makes_an_idle_thread_step(monkeypatch: pytest.MonkeyPatch) -> None
     harness = Harness()
     harness.thread.start()
     harness.thread.submit(lambda: None).result(WAIT_S)
-    eventually(lambda: harness.steps == 1)
+    wait_until(lambda: harness.steps == 1)
     harness.thread.wake()
-    eventually(lambda: harness.steps == 2)
+    wait_until(lambda: harness.steps == 2)
     harness.thread.stop(timeout_s=WAIT_S)
 
 
@@ -89,11 +83,11 @@ def test_a_thread_that_has_had_nothing_to_do_for_a_while_is_idle_once(monkeypatc
     harness = Harness()
     harness.thread.submit(lambda: harness.add_work(1000))
     harness.thread.start()
-    eventually(lambda: harness.idle_at_step == [1000])
+    wait_until(lambda: harness.idle_at_step == [1000])
     time.sleep(0.1)
     assert harness.idle_at_step == [1000], "once, and not while there was work"
     harness.thread.submit(lambda: None)
-    eventually(lambda: harness.idle_at_step == [1000, 1001])
+    wait_until(lambda: harness.idle_at_step == [1000, 1001])
     harness.idle_error = InvariantViolated("the books are wrong")
     harness.thread.wake()
     assert harness.fatal.result(WAIT_S) is harness.idle_error
@@ -122,7 +116,7 @@ def test_commands_that_submit_commands_do_not_starve_steps(harness: Harness) -> 
             harness.thread.submit(again)
 
     harness.thread.submit(again)
-    eventually(lambda: harness.steps >= 20)
+    wait_until(lambda: harness.steps >= 20)
 
 
 def test_an_error_of_a_command_is_its_own(harness: Harness) -> None:
@@ -150,7 +144,7 @@ def test_an_error_of_a_step_is_fatal_and_answers_everyone(harness: Harness) -> N
             future.result(WAIT_S)
     with pytest.raises(WorkerUnavailable, match="ValueError"):
         harness.thread.submit(lambda: 1).result(WAIT_S)
-    eventually(lambda: not harness.thread.is_alive)
+    wait_until(lambda: not harness.thread.is_alive)
 
 
 def test_a_violated_invariant_of_a_command_is_fatal_and_leaves_no_future_open(harness: Harness) -> None:
@@ -312,7 +306,7 @@ def test_a_step_that_does_not_end_is_noticed_and_left_behind() -> None:
     thread.stop(timeout_s=0.0)
     assert thread.is_alive, "nobody waited for it"
     leave.set()
-    eventually(lambda: not thread.is_alive)
+    wait_until(lambda: not thread.is_alive)
 
 
 def test_steps_that_end_are_not_stuck_however_many(harness: Harness) -> None:
@@ -320,7 +314,7 @@ def test_steps_that_end_are_not_stuck_however_many(harness: Harness) -> None:
     harness.thread.submit(lambda: harness.add_work(10**9)).result(WAIT_S)
     for _ in range(5):
         steps = harness.steps
-        eventually(lambda steps=steps: harness.steps > steps + 1)  # type: ignore[misc]
+        wait_until(lambda steps=steps: harness.steps > steps + 1)  # type: ignore[misc]
         assert not watch.is_stuck(50.0)
 
 

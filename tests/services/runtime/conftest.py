@@ -18,6 +18,7 @@ from protos import inference_pb2_grpc
 from services.runtime import rpc
 from tests.certificates import Authority
 from tests.services.runtime.serving import Servicer, serving
+from tests.waiting import HANG_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    async def wait_for(self, count: int, *, timeout_s: float = 60.0) -> list[ReceivedSpan]:
+    async def wait_for(self, count: int, *, timeout_s: float = HANG_LIMIT_S) -> list[ReceivedSpan]:
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.spans) >= count)
         return self.spans

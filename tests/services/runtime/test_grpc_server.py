@@ -9,9 +9,10 @@ import pytest
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import rpc
 from tests.attack.http2 import Connection, grpc_headers
+from tests.waiting import HANG_LIMIT_S
 
 SERVICE = "tandem.v1.Inference"
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):

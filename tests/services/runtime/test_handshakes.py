@@ -15,6 +15,7 @@ from services.runtime.clock import ManualClock
 from services.runtime.handshakes import FAILED_BURST, UNBELIEVED, log_failures
 from services.runtime.tls import Identity
 from tests.certificates import Authority
+from tests.waiting import HANG_LIMIT_S
 
 
 async def never_called(scope: Any, receive: Any, send: Any) -> None:
@@ -23,7 +24,7 @@ async def never_called(scope: Any, receive: Any, send: Any) -> None:
 
 def shake_hands(port: int, context: ssl.SSLContext) -> None:
     """Connects as most programs do; asyncio's clients leave without saying why."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_LIMIT_S) as plain:
         context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
@@ -34,7 +35,7 @@ async def test_a_client_without_tls_and_one_without_the_ca_are_told_apart(
     server = HttpServer(never_called, identity=Identity(authority.issue("web")))
     port = await server.start("127.0.0.1", 0)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             with contextlib.suppress(ConnectionError):

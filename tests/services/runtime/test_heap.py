@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.waiting import HANG_LIMIT_S
+
 PROGRAM = """
 import ctypes
 from pathlib import Path
@@ -34,7 +36,7 @@ print(resident_mib() - before)
 def grown_mib(*, is_on: bool) -> float:
     """What stays after nine of ten pieces are free."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(is_on=is_on)], capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM.format(is_on=is_on)], capture_output=True, check=True, timeout=HANG_LIMIT_S
     )
     return float(done.stdout)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from services.runtime.errors import RateLimited, Unauthenticated
 from services.runtime.intake import Intake
 from services.runtime.places import STRANGERS, Places
 from tests.attack.http2 import Connection, grpc_headers, message_prefix
+from tests.waiting import HANG_LIMIT_S, until
 
 SERVICE = "tandem.v1.Inference"
 TOKENIZE, GENERATE = f"/{SERVICE}/Tokenize", f"/{SERVICE}/Generate"
 MAX_MESSAGE_BYTES = 2 * 2**20
 NUM_PLACES = 8
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):
@@ -78,7 +79,7 @@ def unfinished(address: tuple[str, int], num_streams: int, *metadata: tuple[str,
     streams = [connection.open(grpc_headers(TOKENIZE, metadata)) for _ in range(num_streams)]
     sent = dict.fromkeys(streams, 0)
     quiet_since_s = time.monotonic()
-    while time.monotonic() - quiet_since_s < 1.0:
+    while time.monotonic() - quiet_since_s < 1.0:  # real time: nothing signals that the windows are full
         for stream in streams:
             num_bytes = connection.send_data(stream, body[sent[stream] :])
             sent[stream] += num_bytes
@@ -87,12 +88,6 @@ def unfinished(address: tuple[str, int], num_streams: int, *metadata: tuple[str,
         connection.read()
         time.sleep(0.001)
     return connection, list(sent.values())
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():  # noqa: ASYNC110 - the condition is other tasks' state
-            await asyncio.sleep(0.01)
 
 
 async def status_of(call: Any) -> grpc.StatusCode:

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import errors, rpc
 from tests.services.runtime.serving import SECRET, SERVICE, Servicer, failure_of, raising, read_all, serving
+from tests.waiting import HANG_LIMIT_S
 
 
 async def test_answers_pass(stub: Any) -> None:
@@ -138,10 +139,10 @@ async def test_a_cancelled_call_ends_its_handler(stub: Any, servicer: Servicer) 
     call = stub.Generate(inference_pb2.GenerateRequest())
     await call.read()
     # Cancelled while its first message is still being written, the handler would be closed at its yield instead.
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await waits.wait()
     call.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await servicer.ended.wait()
     assert servicer.end_reason == "CancelledError"
 
@@ -155,7 +156,7 @@ async def test_a_caller_that_does_not_read_is_cut_off(servicer: Servicer) -> Non
     impatient = rpc.Profile(1000, 1500, 1500, 500, write_timeout_s=0.3, max_streams_per_connection=10)
     async with serving(servicer, impatient) as (_, address), rpc.make_channel(address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             await servicer.ended.wait()
         failure = await failure_of(read_all(call))
         assert failure.code() is grpc.StatusCode.UNAVAILABLE
@@ -183,3 +184,11 @@ async def test_a_refused_call_leaves_no_frame_of_its_handler_to_the_collector(st
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+async def test_a_client_that_leaves_while_it_is_sent_to_is_no_failed_handler(
+    stub: Any, servicer: Servicer, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer.unary = raising(grpc.aio.InternalError("Failed execute_batch"))
+    await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest()))
+    assert "a handler failed" not in caplog.text

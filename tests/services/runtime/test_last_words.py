@@ -15,6 +15,7 @@ from services.runtime import last_words
 from services.runtime.errors import ConfigError, InvariantViolated, ModelError
 from services.runtime.memory_limit import MemoryLimit
 from services.runtime.process import exit_code
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -91,13 +92,13 @@ async def test_near_the_memory_limit_the_file_says_so_and_no_longer_when_it_is_o
     monkeypatch.setattr(last_words, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(last_words, "_write", lambda text: written.append((len(shares), text[:27])))
     monkeypatch.setattr(last_words, "memory_limit", lambda: MemoryLimit(100, shares.pop(0)) if shares else None)
-    await asyncio.wait_for(last_words.watch_memory(), 60)
+    await asyncio.wait_for(last_words.watch_memory(), HANG_LIMIT_S)
     assert written == [(5, "96% of the memory limit of "), (1, "")]
 
 
 async def test_without_a_limit_nobody_watches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_words, "memory_limit", lambda: None)
-    await asyncio.wait_for(last_words.watch_memory(), 60)
+    await asyncio.wait_for(last_words.watch_memory(), HANG_LIMIT_S)
 
 
 SERVICE = """
@@ -138,6 +139,8 @@ def test_a_refused_allocation_of_torch_is_told_as_what_it_is(file: Path) -> None
         "process.run(lambda: torch.ones(4 << 30))"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=HANG_LIMIT_S, check=False
+    )
     assert done.returncode == 1
     assert file.read_text().startswith("out of memory: an allocation was refused")

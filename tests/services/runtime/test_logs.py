@@ -1,8 +1,12 @@
 """One JSON object per record, whatever is logged."""
 
+import errno
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,3 +104,55 @@ def test_a_terminal_gets_readable_lines_without_control_characters(
 def test_nonsense_traceparents_give_no_trace_id() -> None:
     assert "trace_id" not in logs.request_fields("r", 1, "nonsense")
     assert "trace_id" not in logs.request_fields("r", 1)
+
+
+class FullDisk(io.StringIO):
+    """A stream to a disk without space, as long as `is_full`."""
+
+    is_full = True
+
+    def flush(self) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted_and_nothing_is_raised(
+    output: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk, before = FullDisk(), logs.lost.count
+    logs.setup("info", service="decode", stream=disk)
+    for _ in range(3):
+        logging.getLogger("x").info("a line")
+    assert (logs.lost.count - before, logs.lost.error) == (3, "No space left on device")
+    assert capsys.readouterr().err == "", "no traceback per line"
+    disk.is_full = False
+    logging.getLogger("x").info("a line")
+    assert (logs.lost.count - before, logs.lost.error) == (3, "")
+
+
+def test_a_mistake_in_a_log_call_is_shown(output: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = next(one for one in logging.getLogger().handlers if isinstance(one, logs._Handler))
+    handler.handle(logging.LogRecord("x", logging.INFO, "file", 1, "%d", ("no number",), None))
+    assert "no number" in capsys.readouterr().err
+    assert logs.lost.error == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+def test_a_process_outlives_a_full_disk() -> None:
+    program = (
+        "import logging, sys; from services.runtime import logs; logs.setup('info', service='x');"
+        "[logging.getLogger('x').info('a' * 1000) for _ in range(100)];"
+        "sys.stdout.write(f'{logs.lost.count} {logs.lost.error}')"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert ended.stdout.decode() == "100 No space left on device"
+
+
+def test_what_the_grpc_library_says_of_clients_that_leave_is_not_an_error_of_ours(output: io.StringIO) -> None:
+    library = logging.getLogger("grpc._cython.cygrpc")
+    library.error("ExecuteBatchError raised in core by servicer method [/x]")
+    library.error("Invalid encoding on %s", b"content-\xeaype")
+    library.error("Exception in callback")
+    logging.getLogger("x").error("Invalid encoding on our side")
+    assert [entry["message"] for entry in entries(output)] == ["Exception in callback", "Invalid encoding on our side"]

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import errors, rpc
 from tests.services.runtime.serving import SERVICE, Servicer, failure_of, read_all, serving
+from tests.waiting import HANG_LIMIT_S
 
 
 async def test_messages_up_to_16_mib_pass_and_larger_ones_are_refused(stub: Any) -> None:
@@ -104,7 +105,7 @@ async def test_the_deadline_is_the_callers_or_the_servers_maximum(stub: Any, ser
 
 async def test_texts_of_grpc_itself_are_not_passed_on() -> None:
     async with rpc.make_channel("127.0.0.1:1") as channel:
-        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=HANG_LIMIT_S)
         error = rpc.error_from_rpc(await failure_of(call))
     assert type(error) is errors.WorkerUnavailable
     assert "127.0.0.1" not in error.message
@@ -129,7 +130,7 @@ async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Service
         began_s = time.monotonic()
         failure = await failure_of(call.read())
         client_s = time.monotonic() - began_s
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             await servicer.ended.wait()
         server_s = time.monotonic() - began_s
     assert type(rpc.error_from_rpc(failure)) is errors.WorkerUnavailable
@@ -157,7 +158,7 @@ async def test_a_process_that_gets_no_time_keeps_its_connections(
         await asyncio.sleep(4.0)  # the time for which nothing passes is what is tested
         passes.set()
         may_go_on.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_LIMIT_S):
             assert (await call.read()).text == "late"
 
 

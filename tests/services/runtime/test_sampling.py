@@ -1,4 +1,5 @@
 import math
+import struct
 
 import msgspec
 import pytest
@@ -52,9 +53,9 @@ def test_a_field_of_the_message_without_presence_has_zero_as_its_default():
 @pytest.mark.parametrize("name", BOUNDED)
 def test_every_number_is_checked_at_both_ends(name):
     bounds = PARAMETERS[name].bounds
-    for value in (bounds.lowest, bounds.maximum):
+    for value in (bounds.minimum, bounds.maximum):
         check_numbers(params(**{"max_tokens": 2**31 - 1, name: value}))
-    for value in (bounds.lowest - 1, bounds.maximum + 1, math.nan, True, "1"):
+    for value in (bounds.minimum - 1, bounds.maximum + 1, math.nan, True, "1"):
         with pytest.raises(InvalidRequest) as caught:
             check_numbers(params(**{name: value}), prefix="sampling.")
         assert caught.value.field == f"sampling.{name}"
@@ -82,4 +83,14 @@ def test_what_is_absent_gets_its_default_and_a_zero_that_was_given_stays():
 def test_only_a_temperature_next_to_nothing_is_greedy():
     assert params(temperature=0.0).is_greedy
     assert params(temperature=9e-6).is_greedy
-    assert not params(temperature=1e-5).is_greedy
+    for temperature in (1e-5, as_float(1e-5)):
+        assert not params(temperature=temperature).is_greedy
+
+
+@pytest.mark.parametrize("temperature", [9.99e-6, 9.9999998e-6, 1e-5])
+def test_the_wire_makes_no_temperature_greedy_and_none_random(temperature):
+    assert params(temperature=temperature).is_greedy == params(temperature=as_float(temperature)).is_greedy
+
+
+def as_float(number):
+    return struct.unpack("f", struct.pack("f", number))[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime import service_manager
+from tests.waiting import HANG_LIMIT_S
 
 
 class Manager:
@@ -62,7 +63,7 @@ async def test_no_watchdog_or_anothers_is_not_fed(
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", usec)
     monkeypatch.setenv("WATCHDOG_PID", pid)
-    await asyncio.wait_for(service_manager.keep_watchdog(), 60)
+    await asyncio.wait_for(service_manager.keep_watchdog(), HANG_LIMIT_S)
     manager.socket.setblocking(False)
     with pytest.raises(BlockingIOError):
         manager.heard()

@@ -29,10 +29,11 @@ from services.runtime.metrics import CertificateEnd
 from services.runtime.rpc import set_identity
 from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
 from tests.certificates import Authority, serial_of
+from tests.waiting import HANG_LIMIT_S
 from worker.config import WorkerConfig
 from worker.host import channel_tls, worker_identity
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_LIMIT_S
 LONG_AGO_NS = 1_000_000_000_000_000_000
 
 

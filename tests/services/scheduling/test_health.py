@@ -147,7 +147,7 @@ def test_figures_of_who_is_slow_and_who_is_silent():
     health.note_load("d", 3, 0.2, 0.0)
     assert judged_out(health, 3.0) == {"a", "d"}
     causes = {one.worker_id: one.cause for one in health.circuits()}
-    assert causes["a"].words == "what comes takes 6.1 times as long as expected, with the others 2 times"
+    assert causes["a"].words == "its own steps take 6.1 times as long as expected, with the others 2 times"
     assert causes["a"].figures == {"ratio": 6.1, "others": 2.0}
     assert causes["d"].kind == "silent"
     assert causes["d"].figures["waiting"] == 3

@@ -8,8 +8,9 @@ from services.structured import compiler
 from services.structured.compiler import FormChecks, GrammarCompiler
 from services.structured.form import AnswerForm
 from services.structured.grammar import MAX_CACHED_GRAMMARS, Grammars, TooComplex, UnusableSchema
+from tests.waiting import HANG_LIMIT_S
 
-WAIT_S = 30.0
+WAIT_S = HANG_LIMIT_S
 
 
 class Gate:

@@ -9,7 +9,6 @@ from services.structured.cost import may_force_long_texts, too_complex
 from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from services.structured.grammar import TooComplex, check_form
 from tests.schemas import SCHEMAS
-from tests.stopwatch import Stopwatch
 
 
 def texts(*patterns: str) -> list[dict[str, Any]]:
@@ -44,13 +43,10 @@ COSTLY: dict[str, dict[str, Any]] = {
 def test_what_costs_too_much_is_refused_before_it_does(case: str) -> None:
     schema = json.dumps(COSTLY[case])
     call = ToolCalls(ToolFormat.HERMES, (CalledFunction("f", schema),))
-    watch = Stopwatch()
     for form in (AnswerForm(schema), AnswerForm("", call)):
         with pytest.raises(TooComplex) as refused:
             check_form(form)
         assert refused.value.code == "grammar_too_complex"
-    # One of these takes minutes where nothing refuses it.
-    assert watch.elapsed_s() < 10
 
 
 USUAL: dict[str, dict[str, Any]] = {

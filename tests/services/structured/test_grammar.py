@@ -1,9 +1,7 @@
 import json
 import random
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from services.structured.form import AnswerForm
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState, UnusableSchema, check_form
 from tests.json_schema import assert_keeps_to
 from tests.schemas import PERSON, SCHEMAS, UNUSABLE
+from tests.waiting import HANG_LIMIT_S
 
 Begin = Callable[..., GrammarState]
 
@@ -267,7 +266,7 @@ def test_the_library_is_not_loaded_before_it_is_needed() -> None:
         "from services.structured.grammar import AnswerForm, check_form; check_form(AnswerForm('{}'))\n"
         "assert 'llguidance' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_LIMIT_S)
 
 
 DEAR_TO_FORCE: dict[str, Any] = {
@@ -276,18 +275,6 @@ DEAR_TO_FORCE: dict[str, Any] = {
     "member": {"type": "object", "properties": {"p" * 30_000: {"type": "integer"}}, "required": ["p" * 30_000]},
     "repetition": {"type": "string", "pattern": "^(abcdefgh){2000}$"},
 }
-
-
-@pytest.mark.parametrize("case", DEAR_TO_FORCE)
-def test_a_long_text_costs_a_mask_as_little_as_a_short_one(case: str, begin: Begin) -> None:
-    """Time on a core, so that other programs do not count. Forced, each mask takes 2 to 20 ms."""
-    state, spent = begin(DEAR_TO_FORCE[case]), []
-    for _ in range(40):
-        begun_s = time.thread_time()
-        allowed = token_set(state.allowed())
-        spent.append(time.thread_time() - begun_s)
-        state.advance([max(allowed)])
-    assert statistics.median(spent) < 0.0005
 
 
 def test_a_long_text_is_written_to_its_end(begin: Begin, demo_tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from services.structured.grammar_text import (
     rules_in,
     tokens_form,
 )
+from tests.waiting import HANG_LIMIT_S
 
 ARITHMETIC = """
 // an expression
@@ -203,7 +204,7 @@ def test_a_list_of_tokens_is_not_believed(grammars, text):
 def test_the_deepest_that_is_allowed_does_not_end_the_process():
     rules = "start: t0\n" + "\n".join(f"t{n}: t{n + 1}" for n in range(MAX_NESTING - 3)) + f'\nt{MAX_NESTING - 3}: "a"'
     program = f"from services.structured.grammar import *; check_form(AnswerForm({lark_of_grammar(rules)!r}))"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_LIMIT_S)
 
 
 def test_an_ambiguous_grammar_fails_before_a_token_costs_much(grammars, demo_tokenizer):

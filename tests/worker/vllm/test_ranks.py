@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]  # each start imports vLLM
@@ -38,7 +40,7 @@ def run(model: Path, ranks: int, **asked: str) -> dict[str, Any]:
     program = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, "ranks": ranks, "end": "SIGKILL"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.ranks"], input=json.dumps(program | asked), cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE, text=True, check=True, timeout=200,
+        stdout=subprocess.PIPE, text=True, check=True, timeout=HANG_LIMIT_S,
     )  # fmt: skip
     seen: dict[str, Any] = json.loads(done.stdout)
     return seen

@@ -20,7 +20,7 @@ from services.engine.gpu import graphs
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row, buckets
 from services.engine.gpu_runner import GpuRunner
-from services.engine.model import Model, load_model
+from services.engine.model import Model, ModelSource, load_model
 from services.engine.reference.decoder import DecoderStep
 from services.engine.runner import ModelRunner
 from services.engine.sampling import sample
@@ -447,8 +447,8 @@ def triton_model(folder, device, dtype=torch.float32):
     placement = WeightPlacement(dtype, device, TorchLinear, TorchLinear.of)
     weights = load_weights(config, checkpoint, placement)
     checkpoint.close()
-    model = Model(config, TritonDecoder(config, weights), placement, fingerprint="")
-    return model
+    source = ModelSource(config, checkpoint, placement, kernels=None)
+    return Model(source, TritonDecoder(config, weights), fingerprint="")
 
 
 def engine_of(model, runner_class, **settings):

@@ -16,6 +16,7 @@ from services.engine.kernels.build import KernelsUnavailable, build_library
 from services.engine.kernels.library import Kernels, check_arithmetic
 from services.engine.reference.attention import paged_attention
 from tests.services.engine.attention_cases import CASES, SCALE, expected_attention, make_case
+from tests.waiting import HANG_LIMIT_S
 
 BUILD = """
 import sys
@@ -49,7 +50,7 @@ def test_processes_that_start_together_share_one_library(tmp_path, tiny_source):
     script = BUILD.replace('extra_flags=["-O1"]', f"compiler={compiler!r}")
     command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(tiny_source)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    paths = {process.communicate(timeout=100)[0].strip() for process in processes}
+    paths = {process.communicate(timeout=HANG_LIMIT_S)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(paths) == 1
     assert sum(line != "--version" for line in asked.read_text().splitlines()) == 1
@@ -125,12 +126,12 @@ def test_process_that_died_while_compiling_does_not_block_others(tmp_path, tiny_
     command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(tiny_source)]
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_LIMIT_S
         while not list((tmp_path / "cache").glob("build-*")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=HANG_LIMIT_S)
         fake_compiler(tmp_path, 'case "$1" in --version) echo fake;; *) exec g++ -O1 "$@";; esac')
         path = build_library(cache_dir=tmp_path / "cache", compiler=compiler)
         assert path.exists()

@@ -18,6 +18,7 @@ import pytest
 
 from services.engine.weights import sharing
 from services.engine.weights.sharing import Piece, Sharing, SharingFailed
+from tests.waiting import HANG_LIMIT_S
 
 CHILD = """
 import os, sys
@@ -94,7 +95,7 @@ def start(name: str) -> Iterator[Callable[..., Child]]:
 
 def await_heir(name: str) -> None:
     """Waits until a process has the name again. One that came before that would be the first of its own memory."""
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_LIMIT_S
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             if sock.connect_ex(b"\0" + name.encode()) == 0:
@@ -121,7 +122,7 @@ def test_who_comes_while_it_is_made_waits(make: Callable[[], Sharing], monkeypat
         time.sleep(1.5)
         assert not any(one.done() for one in waiting)
         first.offer([Piece(b"a", memory(b"late"))])
-        assert [contents(one.result(20)) for one in waiting] == [{b"a": b"late"}] * 3
+        assert [contents(one.result(HANG_LIMIT_S)) for one in waiting] == [{b"a": b"late"}] * 3
 
 
 def test_all_at_once_have_one_first(make: Callable[[], Sharing]) -> None:
@@ -139,7 +140,7 @@ def test_all_at_once_have_one_first(make: Callable[[], Sharing]) -> None:
         return contents(pieces)
 
     with ThreadPoolExecutor(8) as pool:
-        found = [one.result(30) for one in [pool.submit(join) for _ in range(8)]]
+        found = [one.result(HANG_LIMIT_S) for one in [pool.submit(join) for _ in range(8)]]
     assert found == [{b"a": b"same"}] * 8
     assert len(firsts) == 1
 
@@ -151,7 +152,7 @@ def test_where_the_first_gives_up_the_next_is_the_first(make: Callable[[], Shari
         waiting = pool.submit(second.join)
         time.sleep(0.2)
         first.close()
-        assert waiting.result(20) is None
+        assert waiting.result(HANG_LIMIT_S) is None
     second.offer([Piece(b"a", memory(b"mine"))])
     assert contents(make().join()) == {b"a": b"mine"}
 

@@ -1,0 +1,82 @@
+"""Retries, in the background, Links that could not be opened and took long to fail, so that no request waits for that.
+
+Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from services.runtime.clock import Clock
+from services.runtime.errors import LinkRefused, PeerUnreachable, TandemError
+
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 8.0
+"""Delay before the first retry, and the longest one: each failure doubles it."""
+FORGET_S = 120.0
+"""A receiver that no request has named for this long is no longer retried."""
+
+LinkKey = tuple[str, str]
+"""A receiver: its address and its incarnation."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: PeerUnreachable
+    wanted_s: float
+    task: asyncio.Task[None] | None = None
+
+
+class LinkRetries:
+    """Receivers to which no Link can be opened now. `open_link` opens one and raises what that raises."""
+
+    def __init__(self, open_link: Callable[[LinkKey], Awaitable[None]], *, clock: Clock) -> None:
+        self._open_link = open_link
+        self._clock = clock
+        self._failures: dict[LinkKey, _Failure] = {}
+
+    def error_for(self, key: LinkKey) -> PeerUnreachable | None:
+        """Returns why the last try failed, for a request that needs a Link now. Returns None if a try is due."""
+        failure = self._failures.get(key)
+        if failure is None:
+            return None
+        failure.wanted_s = self._clock.monotonic()
+        return failure.error.again()
+
+    def failed(self, key: LinkKey, error: PeerUnreachable) -> None:
+        """Records a failed try, and begins to retry."""
+        failure = self._failures[key] = _Failure(error, self._clock.monotonic())
+        failure.task = asyncio.create_task(self._retry(key, failure), name=f"retry Link to {key[0]}")
+
+    async def close(self) -> None:
+        """Stops all retries."""
+        tasks = [failure.task for failure in self._failures.values() if failure.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _retry(self, key: LinkKey, failure: _Failure) -> None:
+        delay_s = FIRST_RETRY_S
+        try:
+            while self._clock.monotonic() - failure.wanted_s < FORGET_S:
+                await asyncio.sleep(delay_s)
+                try:
+                    await self._open_link(key)
+                except LinkRefused:
+                    return  # the receiver can be reached again
+                except PeerUnreachable as error:
+                    failure.error = error.again()
+                    delay_s = min(2 * delay_s, MAX_RETRY_S)
+                else:
+                    logger.info("peer reachable again", extra={"address": key[0]})
+                    return
+        except TandemError as error:  # the next request finds it without waiting
+            logger.info("retries of a Link ended", extra={"address": key[0], "error": error.message})
+        except Exception:
+            logger.exception("retrying a Link failed", extra={"address": key[0]})
+        finally:
+            del self._failures[key]

@@ -1,0 +1,124 @@
+"""Limits the Links of one receiver, and makes room for a new one by retiring the Link that has been idle longest.
+
+Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+KEPT_FREE = 8
+"""One in this many slots is kept free, so that a new sender does not wait until an idle Link has ended."""
+ROOM_TIMEOUT_S = 2.0
+"""Time in which a sender must end a Link that it was asked to retire, before a new sender is refused."""
+LOOK_S = 0.1
+
+
+class SlotHolder(Protocol):
+    """A Link, as far as its slot is concerned."""
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """Time of the end of its last transfer, or None while a transfer runs."""
+        ...
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the Link is lost, or its sender was asked to end it and has begun no transfer since."""
+        ...
+
+    def retire(self) -> None:
+        """Asks the sender to end the Link."""
+        ...
+
+
+L = TypeVar("L", bound=SlotHolder)
+
+
+class LinkSlots(Generic[L]):
+    """The Links of a receiver. A slot is claimed before a Link is opened, and held until its Link has ended."""
+
+    def __init__(self, max_links: int) -> None:
+        self._max_links = max_links
+        self._links: set[L] = set()
+        self._num_opening = 0
+        self._num_waiting = 0
+        self._has_changed = asyncio.Event()
+
+    @property
+    def links(self) -> tuple[L, ...]:
+        """The Links that hold a slot."""
+        return tuple(self._links)
+
+    @property
+    def num_claimed(self) -> int:
+        """Slots that are taken, those of Links that are being opened included."""
+        return len(self._links) + self._num_opening
+
+    async def claim(self) -> bool:
+        """Claims a slot for a Link, which `opening` gives up. Returns False if every Link is in use.
+
+        Waits, for a short time, until an idle Link has ended. The limit is checked and the slot counted in one step.
+        """
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                while self.num_claimed >= self._max_links:
+                    if not self._make_room():
+                        return False
+                    await self._wait_change()
+        except TimeoutError:
+            return False
+        finally:
+            self._num_waiting -= 1
+        self._num_opening += 1
+        if self.num_claimed > self._max_links - self._max_links // KEPT_FREE:
+            self._retire_idlest()
+        return True
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Holds the claimed slot while the Link is opened; inside, `add` gives it to the Link."""
+        try:
+            yield
+        finally:
+            self._num_opening -= 1
+            self._has_changed.set()
+
+    def add(self, link: L) -> None:
+        """Gives a slot to a Link."""
+        self._links.add(link)
+
+    def remove(self, link: L) -> None:
+        """Frees the slot of a Link that has ended."""
+        self._links.discard(link)
+        self._has_changed.set()
+
+    def _make_room(self) -> bool:
+        """Retires as many idle Links as there are waiting senders. Returns False if no Link is about to end."""
+        num_leaving = sum(link.is_leaving for link in self._links)
+        if num_leaving < self._num_waiting and self._retire_idlest():
+            num_leaving += 1
+        return num_leaving > 0
+
+    def _retire_idlest(self) -> bool:
+        idle = [(link.idle_since_s, link) for link in self._links if not link.is_leaving]
+        oldest = min(((since_s, link) for since_s, link in idle if since_s is not None), key=_since, default=None)
+        if oldest is None:
+            return False
+        oldest[1].retire()
+        return True
+
+    async def _wait_change(self) -> None:
+        self._has_changed.clear()
+        with contextlib.suppress(TimeoutError):
+            # A retired Link on which a transfer has begun since is no change that anybody reports.
+            async with asyncio.timeout(LOOK_S):
+                await self._has_changed.wait()
+
+
+def _since(idle: tuple[float, object]) -> float:
+    return idle[0]

@@ -1,0 +1,43 @@
+"""Which pair of workers is slow, judged by its latest handoffs and those of the other pairs."""
+
+from services.scheduling.handoff_times import MAX_AGE_S, NUM_HANDOFFS, HandoffTimes
+
+PAIRS = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
+
+
+def times(**took_s):
+    """Handoffs that should take 0.05 s; `took_s` is by pair, as in `p0_d1`, and 0.05 for the others."""
+    found = HandoffTimes()
+    for turn in range(NUM_HANDOFFS):
+        for pair in PAIRS:
+            found.note(pair, took_s.get("_".join(pair), 0.05), expected_s=0.05, now_s=float(turn))
+    return found
+
+
+def test_a_pair_that_is_slower_than_the_others_is_named():
+    (slow,) = times(p0_d1=0.8).slow(3.0)
+    assert slow.pair == ("p0", "d1")
+    assert (round(slow.ratio, 1), slow.others, slow.took_s) == (13.5, 1.0, 0.8)
+
+
+def test_what_is_slow_between_all_names_no_pair():
+    assert times(p0_d0=0.8, p0_d1=0.8, p1_d0=0.8, p1_d1=0.8).slow(3.0) == []
+
+
+def test_a_fraction_of_a_second_may_come_from_a_busy_machine():
+    assert times(p0_d1=0.29).slow(3.0) == []
+
+
+def test_a_few_handoffs_or_old_ones_say_nothing():
+    few = HandoffTimes()
+    for now_s in (0.0, 1.0):
+        few.note(PAIRS[0], 2.0, expected_s=0.05, now_s=now_s)
+    assert few.slow(1.0) == []
+    assert times(p0_d1=0.8).slow(MAX_AGE_S + 0.5) == []
+
+
+def test_a_worker_that_left_is_forgotten():
+    found = times(p0_d1=0.8)
+    found.forget("d1")
+    assert found.slow(3.0) == []
+    assert all("d1" not in pair for pair in found._times)
