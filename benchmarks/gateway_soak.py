@@ -8,9 +8,9 @@ Simulated: the engines, which answer at once with made-up tokens; and gRPC betwe
 servers run in the gateway's event loop, so that its pauses and its memory include the simulated workers.
 
 Bounds: Redis' slowest command takes at most 5 ms (SLOWLOG, which is elapsed time; Redis is scheduled before all other
-programs if that is allowed); the longest pause of the gateway's event loop is at most 50 ms of its thread's CPU time; its resident
-memory grows by less than 1 MiB a minute after the second minute. The start, until all workers are ready, is reported
-separately.
+programs if that is allowed); the longest pause of the gateway's event loop is at most 50 ms of its thread's CPU time;
+its resident memory grows by less than 1 MiB a minute after the second minute. The start, until all workers are ready,
+is reported separately.
 """
 
 import argparse
