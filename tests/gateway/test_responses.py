@@ -611,8 +611,8 @@ async def test_error_before_the_first_event_is_a_status(make_system, worker_type
 
     await system.add(worker_type("decode", "decode-0", decode))
     for stream in (False, True):
-        response = await ask(system, stream=stream, http_status=503)
-        assert "error" in response.json()
+        response = await ask(system, stream=stream, http_status=400)
+        assert response.json()["error"]["code"] == "refused_by_workers"
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}], ids=["unnamed", "named"])

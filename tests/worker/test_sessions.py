@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import AsyncIterator
@@ -79,7 +80,8 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
 @contextlib.asynccontextmanager
 async def serving(limits: session.SessionLimits | None = None) -> AsyncIterator[tuple[Worker, Any]]:
     worker = Worker(limits or session.SessionLimits(beat_s=0.2))
-    server = rpc.make_server(["tandem.v1.DecodeWorker"])
+    patient = dataclasses.replace(rpc.INTERNAL, write_timeout_s=HANG_LIMIT_S)
+    server = rpc.make_server(["tandem.v1.DecodeWorker"], profile=patient)
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server.server)
     port = await server.start("127.0.0.1", 0)
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:

@@ -1,6 +1,5 @@
 """Pages over HTTP: models, probes, metrics and the cluster."""
 
-import asyncio
 from types import SimpleNamespace
 
 import grpc
@@ -13,6 +12,7 @@ from gateway.openapi.answers import RequestPlace
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.cluster.placements import Placement, PlacementStore, State
 from services.runtime.version import version
+from tests.waiting import until
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -83,10 +83,11 @@ async def test_a_request_of_a_dead_gateway_is_interrupted_and_one_of_a_living_ga
     async def place_of(request_id):
         return (await system.http.get(f"/cluster/requests/{request_id}")).json()
 
-    async with asyncio.timeout(60):
-        while (lost := await place_of("lost"))["state"] != "interrupted":  # noqa: ASYNC110 - the state is in Redis
-            await asyncio.sleep(0.01)  # The gateway makes its presence known after its start.
-    assert msgspec.convert(lost, RequestPlace).last_state == State.TRANSFERRING
+    async def is_interrupted():
+        return (await place_of("lost"))["state"] == "interrupted"
+
+    await until(is_interrupted)  # The gateway makes its presence known after its start.
+    assert msgspec.convert(await place_of("lost"), RequestPlace).last_state == State.TRANSFERRING
     assert (await place_of("mine"))["state"] == "transferring"
 
 
