@@ -955,6 +955,7 @@ async def test_a_death_after_the_handoff_goes_to_the_prefill_worker_that_keeps_t
 
 async def test_pages_are_not_kept_for_ever(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr("gateway.requests.answer.KEPT_PROMPT_S", 0.0)
+    monkeypatch.setattr("gateway.requests.quarantine.WORD_WAIT_S", HANG_LIMIT_S)
     system = await make_system(routing="round_robin")
     prefills = [await system.add(worker_type("prefill", f"prefill-{number}", pair.prefill)) for number in range(2)]
 
