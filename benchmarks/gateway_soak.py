@@ -4,13 +4,13 @@
 
 Real: Redis, the gateway's process with its background tasks, the workers' records, leases, and published pages, the
 session server of each worker, the tenants' keys and limits in Redis, and the requests.
-Simulated: the engines, which answer at once with made-up tokens; and gRPC between gateway and workers: the session
-servers run in the gateway's event loop, so that its pauses and its memory include the simulated workers.
+Simulated: the engines, which answer at once with made-up tokens; and gRPC between gateway and workers: one Unix socket
+carries all sessions, because thousands of gRPC servers need more than two cores.
 
 Bounds: Redis' slowest command takes at most 5 ms (SLOWLOG, which is elapsed time; Redis is scheduled before all other
-programs if that is allowed); the longest pause of the gateway's event loop is at most 50 ms of its thread's CPU time; its resident
-memory grows by less than 1 MiB a minute after the second minute. The start, until all workers are ready, is reported
-separately.
+programs if that is allowed). The longest pause of the gateway's event loop is at most 50 ms of its thread's CPU time.
+Its resident memory grows by less than 1 MiB a minute after the second minute. The start, until all workers are ready,
+is reported separately.
 """
 
 import argparse
@@ -60,10 +60,11 @@ def main() -> int:
     parser.add_argument("--explain", action="store_true", help="sample the stack of the event loop in long pauses")
     parser.add_argument("--role", choices=("run", "workers", "load"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--redis", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--socket", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "workers":
-        serve(arguments.redis, CLUSTER, num_workers=arguments.workers)
+        serve(arguments.redis, CLUSTER, arguments.socket, num_workers=arguments.workers)
     elif arguments.role == "load":
         offer(arguments.port, num_tenants=arguments.tenants, num_models=NUM_MODELS, per_s=arguments.rate)
     else:
@@ -83,9 +84,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         client = stack.enter_context(redis.Redis.from_url(server.url))
         client.config_set("slowlog-log-slower-than", 500)
         client.config_set("slowlog-max-len", 4096)
-        stack.enter_context(
-            _process(ITSELF, "--role=workers", f"--redis={server.url}", f"--workers={arguments.workers}")
-        )
+        workers = (f"--redis={server.url}", f"--workers={arguments.workers}", f"--socket={folder / 'sessions'}")
+        stack.enter_context(_process(ITSELF, "--role=workers", *workers))
         port = _free_port()
         probe = ("benchmarks.soak_probe", str(folder / "pauses.jsonl"), "explain" if arguments.explain else "measure")
         gateway = stack.enter_context(_process(*probe, *_flags(folder, server.url, port)))

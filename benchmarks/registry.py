@@ -23,9 +23,11 @@ from services.cluster.prefix_index import PrefixIndex, PrefixPublisher
 from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation, watch_workers
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.identity import AnswerIdentity
 
 CLUSTER = "bench"
 LEASE_S = 3600.0
+IDENTITY = AnswerIdentity("tandem/1", "w" * 64, "c" * 64, "bfloat16", "k" * 100, "128256/" + "t" * 64, "llguidance/1")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -68,7 +70,7 @@ def worker_record(number: int) -> WorkerRecord:
         state="ready",
         model="bench",
         exact=True,
-        identity="x" * 400,
+        identity=IDENTITY.text,
         page_size=16,
         layout_fingerprint="f" * 64,
         max_sequence_tokens=131_072,

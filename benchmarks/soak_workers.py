@@ -1,4 +1,4 @@
-"""Keeps simulated workers registered, for `gateway_soak`: real records, leases, and published pages."""
+"""Simulated workers in one process, for `gateway_soak`: real records, leases, published pages, and session servers."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import redis
 import uvloop
 
 from benchmarks.registry import worker_record
+from benchmarks.soak_sessions import SIMULATED, WorkersEnd
 from services.cluster.prefix_index import KEY_BYTES, PrefixPublisher
 from services.cluster.registry import LEASE_BEAT_S, WorkerLease
 from services.cluster.secret import _SHARE
@@ -21,8 +23,6 @@ from services.runtime import process
 from services.runtime.cluster_secret import Secrets
 
 NUM_MODELS = 4
-SIMULATED = ".simulated:1"
-"""End of the address of a worker whose session `soak_probe` serves. Before it is the worker's incarnation."""
 CHANGE_S = 2.0
 """Time between two changes of some worker's state."""
 PAGES_PER_WORKER = 64
@@ -31,13 +31,13 @@ BATCH = 25
 SHARE_DIGEST = _SHARE.digest
 
 
-def serve(url: str, cluster: str, *, num_workers: int) -> None:
-    """Keeps the workers registered until SIGTERM."""
+def serve(url: str, cluster: str, socket: Path, *, num_workers: int) -> None:
+    """Runs the workers until SIGTERM."""
     process.die_with_parent()
-    uvloop.run(_serve(url, cluster, num_workers))
+    uvloop.run(_serve(url, cluster, socket, num_workers))
 
 
-async def _serve(url: str, cluster: str, num_workers: int) -> None:
+async def _serve(url: str, cluster: str, socket: Path, num_workers: int) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     leases = _Leases(url, cluster, Secrets())
@@ -45,6 +45,8 @@ async def _serve(url: str, cluster: str, num_workers: int) -> None:
         record = worker_record(number)
         model, address = f"bench-{number // 2 % NUM_MODELS}", f"{record.incarnation}{SIMULATED}"
         leases.add(msgspec.structs.replace(record, model=model, address=address, max_running=256))
+    sessions = WorkersEnd()
+    await sessions.listen(socket)
     leases.start()
     await stop.wait()
 

@@ -88,8 +88,7 @@ class Feed:
             watcher.put(None)
 
     def tick(self) -> None:
-        """Takes the figures of this second, looks for what is full, and tells the watchers."""
-        self._requests.bottlenecks.look()
+        """Records the figures of this second, and sends them to the watchers."""
         ttft, itl, generated, prompt, cached = self._metrics.totals()
         ended = dict(self._requests.log.history.num_ended)
         queued, running = self._requests.num_queued, self._requests.num_running
@@ -233,6 +232,8 @@ class Feed:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while True:
+            for _ in self._requests.bottlenecks.pieces():
+                await asyncio.sleep(0)
             self.tick()
             # By the clock, so that seconds are not lost one delay at a time; after a long one it begins anew.
             next_s = max(next_s + TICK_S, loop.time())

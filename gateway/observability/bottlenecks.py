@@ -5,7 +5,7 @@ says what they would do with the largest batch. The judgement itself is `service
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from services.scheduling.entry import ServiceClass
 
 WINDOW_S = 10
 """Samples, one a second, whose means are judged."""
+PIECE_WORKERS = 250
+"""Workers that are sampled at once. Sampling this many takes a few milliseconds."""
 MAX_BATCH = 256
 """The largest batch of a decode worker that does not say it."""
 BATCH = ServiceClass.BATCH.name.lower()
@@ -37,6 +39,44 @@ class _Sample(NamedTuple):
     fill: float | None
     link: float
     pages: float
+
+
+class _Window:
+    """The last samples of one worker, with the sums of their figures."""
+
+    __slots__ = ("_fill", "_link", "_num_fills", "_pages", "_samples")
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+        self._fill = self._link = self._pages = 0.0
+        self._num_fills = 0
+
+    def add(self, sample: _Sample) -> None:
+        """Adds a sample, and drops the oldest if there are too many."""
+        self._samples.append(sample)
+        self._sum(sample, 1)
+        if len(self._samples) > WINDOW_S + 1:
+            self._sum(self._samples.popleft(), -1)
+
+    def use(self, role: str) -> WorkerUse:
+        """Returns the means of the window."""
+        number, first, last = len(self._samples), self._samples[0], self._samples[-1]
+        busy = _risen(first.step_s, last.step_s, last.at_s - first.at_s)
+        if busy is None:
+            busy = self._num_fills / number
+        # Rounded, because sums from which figures were taken off again are not exactly 0.
+        link, pages = round(self._link / number, 12), round(self._pages / number, 12)
+        if role == "prefill":
+            return WorkerUse("prefill", busy, link, pages)
+        fill = round(self._fill / self._num_fills, 12) if self._num_fills else 0.0
+        return WorkerUse("decode", min(1.0, busy) * fill, link, pages)
+
+    def _sum(self, sample: _Sample, sign: int) -> None:
+        self._link += sign * sample.link
+        self._pages += sign * sample.pages
+        if sample.fill is not None:
+            self._fill += sign * sample.fill
+            self._num_fills += sign
 
 
 class _Moment(NamedTuple):
@@ -69,7 +109,7 @@ class BottleneckWatch(Collector):
         self._busy_s = busy_s
         self._itl_target_s = itl_target_s
         self._clock = clock
-        self._samples: dict[tuple[str, str], deque[_Sample]] = {}
+        self._windows: dict[tuple[str, str], _Window] = {}
         """By id and incarnation."""
         self._moments: dict[str, deque[_Moment]] = {}
         self._judges: dict[str, Judge] = {}
@@ -77,14 +117,30 @@ class BottleneckWatch(Collector):
         self._findings: dict[str, Finding] = {}
 
     def look(self) -> None:
-        """Takes a sample of everything, and judges."""
+        """Samples all workers, and judges."""
+        for _ in self.pieces():
+            pass
+
+    def pieces(self) -> Iterator[None]:
+        """Does the same piece by piece, so that thousands of workers do not hold up the event loop."""
         now_s = self._clock.monotonic()
         ready = [member for member in self._members() if member.state is WorkerState.READY]
-        self._sample(ready, now_s)
+        ready_ids = {member.record.id for member in ready}
+        windows: dict[tuple[str, str], _Window] = {}
+        uses: dict[str, list[WorkerUse]] = {}
+        for number, member in enumerate(ready, start=1):
+            key = member.record.id, member.record.incarnation
+            window = windows[key] = self._windows.get(key) or _Window()
+            window.add(self._sample(member, ready_ids, now_s))
+            uses.setdefault(member.record.model, []).append(window.use(member.record.role))
+            if number % PIECE_WORKERS == 0:
+                yield
+        self._windows = windows
         self._count(now_s, self._busy_s())
         for model, moments in self._moments.items():
+            yield
             snapshot = self._snapshots[model] = Snapshot(
-                workers=[self._use(member) for member in ready if member.record.model == model],
+                workers=uses.get(model, []),
                 gateway=_risen(moments[0].busy_s, moments[-1].busy_s, moments[-1].at_s - moments[0].at_s) or 0.0,
                 waiting=fmean(moment.waiting for moment in moments),
                 is_batch_only=any(moment.batch for moment in moments) and not any(moment.urgent for moment in moments),
@@ -144,25 +200,19 @@ class BottleneckWatch(Collector):
             ),
         )
 
-    def _sample(self, ready: Sequence[Member], now_s: float) -> None:
-        samples, self._samples = self._samples, {}
-        ready_ids = {member.record.id for member in ready}
-        for member in ready:
-            key, counts, load = _key(member), member.session.counts, member.load
-            kept = self._samples[key] = samples.get(key) or deque(maxlen=WINDOW_S + 1)
-            links = [link for peer, link in member.session.links.items() if peer in ready_ids]
-            # A worker tells of a link when it has just sent something, so that some bytes are always under way.
-            booked = [min(1.0, link.underway_bytes / link.bytes_per_s) for link in links]
-            taken = load.pages_used + load.pages_reserved + load.pages_promised
-            kept.append(
-                _Sample(
-                    now_s,
-                    None if counts is None else counts.step_s,
-                    self._fill(member),
-                    fmean(booked or [0.0]),
-                    taken / load.pages_total if load.pages_total else 0.0,
-                )
-            )
+    def _sample(self, member: Member, ready_ids: Set[str], now_s: float) -> _Sample:
+        counts, load = member.session.counts, member.load
+        # A worker tells of a link when it has just sent something, so that some bytes are always under way.
+        links = [link for peer, link in member.session.links.items() if peer in ready_ids]
+        booked = [min(1.0, link.underway_bytes / link.bytes_per_s) for link in links]
+        taken = load.pages_used + load.pages_reserved + load.pages_promised
+        return _Sample(
+            now_s,
+            None if counts is None else counts.step_s,
+            self._fill(member),
+            fmean(booked) if booked else 0.0,
+            taken / load.pages_total if load.pages_total else 0.0,
+        )
 
     def _count(self, now_s: float, busy_s: float) -> None:
         models: dict[str, Counter[str]] = {}
@@ -181,22 +231,6 @@ class BottleneckWatch(Collector):
         if member.record.role == "prefill" or load.waiting_tokens:
             return 1.0  # Prompts take all of a step's time.
         return _fill(load, member.record.max_running or MAX_BATCH, self._itl_target_s)
-
-    def _use(self, member: Member) -> WorkerUse:
-        samples = self._samples[_key(member)]
-        first, last = samples[0], samples[-1]
-        fills = [sample.fill for sample in samples if sample.fill is not None]
-        busy = _risen(first.step_s, last.step_s, last.at_s - first.at_s)
-        if busy is None:
-            busy = len(fills) / len(samples)
-        link, pages = fmean(sample.link for sample in samples), fmean(sample.pages for sample in samples)
-        if member.record.role == "prefill":
-            return WorkerUse("prefill", busy, link, pages)
-        return WorkerUse("decode", min(1.0, busy) * fmean(fills or [0.0]), link, pages)
-
-
-def _key(member: Member) -> tuple[str, str]:
-    return member.record.id, member.record.incarnation
 
 
 def _fill(load: WorkerLoad, most: int, itl_target_s: float | None) -> float:

@@ -29,8 +29,7 @@ from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.pools import NO_POOLS, Audience, Pools
 
-QUIET_S = 1.0
-"""Workers speak at least this often. The lease of a worker that does not is looked up, once a second."""
+QUIET_S = 1.0  # a worker that has not spoken for this long has its lease looked up
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,7 @@ class Topology:
         self._allows_inexact = allows_inexact
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
+        self._in_order: list[Member] | None = None  # all workers by role and id, until one changes
         self._models: dict[str | None, ModelWorkers] = {}
         """By model, until a worker comes or goes; None: of all models."""
         self._named_tenants: dict[str, set[str]] = {}
@@ -130,12 +130,10 @@ class Topology:
                     self._forget(role, worker_id)
         self._changed()
 
-    def quiet_workers(self) -> Iterator[str]:
-        """Yields the ids of connected workers that have not spoken for QUIET_S. Their leases tell whether they live."""
-        since_s = self.now_s() - QUIET_S
-        for member in self._all():
-            if member.session.is_up and not member.session.has_spoken_since(since_s):
-                yield member.record.id
+    def quiet_workers(self) -> list[str]:
+        """Returns the ids of connected workers that have been silent for QUIET_S. Their leases show if they live."""
+        sessions, since_s = [member.session for member in self._all()], self.now_s() - QUIET_S
+        return [one.peer.worker_id for one in sessions if one.is_up and not one.has_spoken_since(since_s)]
 
     def take_renewals(self, ages_s: Mapping[str, float]) -> None:
         """Records how long ago the leases of quiet workers were renewed, by worker id, as of now."""
@@ -151,9 +149,10 @@ class Topology:
 
     def members(self) -> list[Member]:
         """Returns all known workers in order of role and id."""
-        members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
-        mark_exact(members, allows_inexact=self._allows_inexact)
-        return members
+        if self._in_order is None:
+            self._in_order = sorted(self._all(), key=lambda member: (member.record.role, member.record.id))
+            mark_exact(self._in_order, allows_inexact=self._allows_inexact)
+        return list(self._in_order)
 
     def workers(self, model: str | None) -> ModelWorkers:
         """Returns the workers of a model in rotation, or of all; to be asked anew when one may have come or gone."""
@@ -168,12 +167,12 @@ class Topology:
         workers = self.workers(model)
         if decode is None:
             return workers.prefill.ids
-        fitting = workers.fitting.get(decode)
-        if fitting is None:
-            members = workers.prefill.members
-            fitting = [member.record.id for member in members if self._fits(member, decode)]
-            workers.fitting[decode] = fitting
-        return fitting
+        member = self._roles["decode"].members.get(decode.worker_id)
+        if member is None or member.record.model != model:
+            return []
+        fitting = workers.fitting(member.record.identity_key, self.may_go_on)
+        mismatched = {prefill for prefill, other in self._mismatched if other == decode.incarnation}
+        return [one.record.id for one in fitting if one.record.incarnation not in mismatched]
 
     def open_ids(self, role_name: Role, model: str, audience: Audience) -> set[str]:
         """Returns the ready workers that meet the placement constraints, which may pin them to an `identity_key`."""
@@ -365,6 +364,7 @@ class Topology:
             watchers.discard(note)
 
     def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
+        self._in_order = None
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             if (member.record.state, record.state) == (WorkerState.DRAINING, WorkerState.READY):
@@ -436,6 +436,7 @@ class Topology:
         member = role.members.pop(worker_id, None)
         if member is None:
             return
+        self._in_order = None
         in_order = member.is_leaving or member.is_drain_asked or member.record.state == WorkerState.DRAINING
         self.presence.left(seen_of(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
         if member.keeper is not None:
@@ -492,6 +493,7 @@ class Topology:
 
     def _changed(self) -> None:
         """Drops what depends on the set of workers: one may have come, gone or been replaced."""
+        self._in_order = None
         self._models.clear()
         self._named_tenants.clear()
         self._on_change()

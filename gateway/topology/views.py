@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gateway.topology.member import Member
-from gateway.topology.session import Peer, WorkerSession
+from gateway.topology.session import WorkerSession
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
@@ -80,11 +80,20 @@ class ModelWorkers:
         self.layouts = prefill.layouts | decode.layouts
         self.identities = prefill.identities | decode.identities
         self.regions = prefill.regions | decode.regions
-        self.fitting: dict[Peer, list[str]] = {}
-        """The prefill workers whose pages fit a decode worker, by that one, once it was asked."""
+        self._fitting: dict[str, list[Member]] = {}
+        """The prefill workers whose pages fit decode workers, by the `identity_key` of these, once it was asked."""
         self.usual = NOTHING_MEASURED
         self.usual_at_s = -math.inf
         """When the usual speeds were found."""
+
+    def fitting(self, bound_to: str, may_go_on: Callable[[str, str], bool]) -> list[Member]:
+        """Returns the prefill workers whose pages fit decode workers with this `identity_key`."""
+        fitting = self._fitting.get(bound_to)
+        if fitting is None:
+            members = self.prefill.members
+            fitting = [member for member in members if may_go_on(member.record.identity_key, bound_to)]
+            self._fitting[bound_to] = fitting
+        return fitting
 
     def held_to(self, regions: frozenset[str]) -> frozenset[str] | None:
         """Returns the regions among these that some worker is in; None where none is in another one.

@@ -200,6 +200,7 @@ class Store:
     def _leave(self, call: asyncio.Task[Any], on_late: Callable[[Any], None] | None = None) -> None:
         """Cancels a call whose caller no longer waits, unless its reply is wanted. Keeps a reference until it ends."""
         if call.done():
+            self._forget(call)  # the caller may have been cancelled at that very moment
             return
         self._left_calls.add(call)
         call.add_done_callback(self._forget)

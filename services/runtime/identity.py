@@ -53,7 +53,6 @@ def identity_fields(text: str) -> dict[str, str]:
     return {name: value for name, separator, value in pairs if separator}
 
 
-@functools.lru_cache(maxsize=1024)
 def identity_key(text: str, *, layout: str, incarnation: str) -> str:
     """Returns a name for an identity, equal only for equal texts: that of the weights, a dot, and a digest of the text.
 
@@ -65,7 +64,12 @@ def identity_key(text: str, *, layout: str, incarnation: str) -> str:
         return ""
     if not text:
         return f"{layout}.unknown-{incarnation}"[:MAX_KEY_CHARS]
-    return f"{layout}.{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]}"
+    return f"{layout}.{_digest(text)}"
+
+
+@functools.lru_cache(maxsize=1024)  # by the text alone, so that it holds for any number of workers
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def has_weights_of(key: str, other: str) -> bool:

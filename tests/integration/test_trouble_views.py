@@ -202,7 +202,7 @@ def test_redis_that_refuses_is_told_from_redis_that_is_dead(watched: Watched) ->
     watched.cluster.redis.start()
     watched.until_troubles()
     assert [line["message"] for line in watched.log("redis", "redis")[before:]] == [
-        "Redis does not answer; no worker can join",
+        "Redis does not answer or denies commands; no worker can join",
         "Redis answers again",
     ]
 

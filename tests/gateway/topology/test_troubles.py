@@ -60,7 +60,10 @@ def test_the_log_has_a_line_for_the_beginning_and_one_for_the_end(
         wall.unix_s += 2.5
         troubles.end("redis", "redis")
     began, ended = caplog.records
-    assert (began.levelname, began.getMessage()) == ("WARNING", "Redis does not answer; no worker can join")
+    assert (began.levelname, began.getMessage()) == (
+        "WARNING",
+        "Redis does not answer or denies commands; no worker can join",
+    )
     assert (began.__dict__["cause"], began.__dict__["remedy"]) == ("timed out", "look at it")
     assert (ended.getMessage(), ended.__dict__["lasted_s"]) == ("Redis answers again", 2.5)
 
