@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from services.cluster.redis_store import Script
 
-MAX_CHANGES = 256
-"""Most members in one answer. 256 worker records take about 1 ms of Redis' time."""
+MAX_CHANGES = 128
+"""Most members in one answer. Reading 128 worker records takes about 1 ms of Redis' time."""
 MAX_GONE = 1024
 """Most members that left whose ids are kept. A reader that misses more of them reads everything again."""
 MAX_NUMBER = 2**53 - 1

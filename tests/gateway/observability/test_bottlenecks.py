@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.observability.bottlenecks import WINDOW_S, BottleneckWatch
+from gateway.observability.bottlenecks import PIECE_WORKERS, WINDOW_S, BottleneckWatch
 from gateway.topology.counts import Counts
 from gateway.topology.reports import WorkerLoad
 from services.runtime.clock import ManualClock
@@ -214,3 +214,12 @@ def test_the_gateway_is_full_when_its_thread_is(cluster: Cluster) -> None:
     cluster.add("decode", "d-0")
     cluster.pass_seconds(20)
     assert cluster.told() == [("gateway", "compute")]
+
+
+def test_many_workers_are_sampled_in_pieces(cluster: Cluster) -> None:
+    for number in range(2 * PIECE_WORKERS + 1):
+        cluster.add("decode", f"d-{number}", running=9)
+    pieces = cluster.watch.pieces()
+    next(pieces)
+    assert cluster.told() == [], "what is not complete is not judged"
+    assert len(list(pieces)) >= 1

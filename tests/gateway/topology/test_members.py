@@ -388,3 +388,24 @@ async def test_leases_are_looked_up_of_connected_workers_that_are_quiet(make_top
     assert list(topology.quiet_workers()) == ["d-0"]
     topology.take_renewals({"d-0": 0.5})
     assert topology._last_renewal_s("d-0") > topology._last_renewal_s("p-0") == -math.inf
+
+
+async def test_whose_pages_fit_is_compared_once_for_each_identity(make_topology, monkeypatch):
+    topology = make_topology(*(record(f"p-{n}") for n in range(20)), *(record(f"d-{n}") for n in range(20)))
+    for member in topology.members():
+        come_up(member, WorkerLoad())
+    calls, may_go_on = [], topology.may_go_on
+    monkeypatch.setattr(topology, "may_go_on", lambda began, here: calls.append(here) or may_go_on(began, here))
+    for number in range(20):
+        decode = member_of(topology, f"d-{number}").session.peer
+        assert len(topology.prefill_ids("m", decode=decode)) == 20
+    assert len(calls) == 20
+
+
+async def test_the_order_of_workers_is_found_once_until_one_changes(make_topology):
+    topology = make_topology(record("p-0"), record("d-0"))
+    before = topology.members()
+    before.clear()
+    assert [member.record.id for member in topology.members()] == ["d-0", "p-0"]
+    topology.take_membership([record("d-0"), record("d-1"), record("p-0")])
+    assert [member.record.id for member in topology.members()] == ["d-0", "d-1", "p-0"]

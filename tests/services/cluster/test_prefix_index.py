@@ -511,7 +511,7 @@ async def test_garbage_is_left_out_and_counted(
         client.zadd(key, dict.fromkeys(listed, 2**51))
     changed, _ = await published(index)
     assert set(changed) == {"prefill-0", *heads, "string", "set-is-list"} - {"a b"}
-    assert patient_store.stats.num_rejected_values == 3, "malformed ids"
+    assert patient_store.stats.num_rejected_values == 3, "invalid ids"
     [sighting], is_all = await index.look(dict.fromkeys(changed))
     assert sighting.worker_id == "prefill-0"
     assert is_all

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from services.runtime import identity
 from services.runtime.identity import (
     MAX_IDENTITY_CHARS,
     MAX_KEY_CHARS,
@@ -63,3 +64,10 @@ def test_values_keep_to_their_fields_and_the_text_to_its_length():
     assert identity_fields(spaced.text)["dtype"] == "bfloat16"
     assert len(dataclasses.replace(ONE, arithmetic="x" * 1000).text) == MAX_IDENTITY_CHARS
     assert identity_fields("") == identity_fields("nothing here") == {}
+
+
+def test_a_text_is_digested_once_for_any_number_of_workers() -> None:
+    identity._digest.cache_clear()
+    keys = {identity_key("engine=a", layout="l", incarnation=f"{number:032x}") for number in range(3000)}
+    assert len(keys) == 1
+    assert identity._digest.cache_info().misses == 1
