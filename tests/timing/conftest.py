@@ -4,23 +4,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import model_folder
+from tests.gateway.conftest import cluster_name, make_system, model_folder, pair_type, patience, redis_url, tokenizer
 from tests.gateway.models.test_tokenizer import model
+from tests.gateway.observability.test_tracing import answer, pair, spans, system
 from tests.services.cluster.conftest import client, patient_store, redis_server, store
 from tests.services.cluster.test_rate_limits import gateways
 from tests.services.structured.conftest import begin, demo_tokenizer, grammars
 
 __all__ = [
+    "answer",
     "begin",
     "client",
+    "cluster_name",
     "demo_tokenizer",
     "gateways",
     "grammars",
+    "make_system",
     "model",
     "model_folder",
+    "pair",
+    "pair_type",
+    "patience",
     "patient_store",
     "redis_server",
+    "redis_url",
+    "spans",
     "store",
+    "system",
+    "tokenizer",
 ]
 
 

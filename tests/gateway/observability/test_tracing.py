@@ -166,17 +166,15 @@ async def test_the_request_is_told_by_the_conventions_and_without_texts(system, 
 
 
 async def test_the_log_has_the_same_phases(system, spans, caplog):
+    """How closely their times agree is tested in tests/timing."""
     caplog.set_level("INFO", logger="gateway.observability.request_log")
     await system.complete()
     request, trace = await trace_of(system, spans)
     (line,) = [record for record in caplog.records if record.getMessage() == "request"]
-    spent_ms = {name: 1e3 * spent_s for name, spent_s in sums_of(phases_of(request, trace)).items()}
-    slack_ms = 500  # The log reads the clock later than the spans, on a busy machine much later.
-    assert line.queue_ms == pytest.approx(spent_ms["queue"] + spent_ms["route"], abs=slack_ms)
-    assert line.prefill_ms == pytest.approx(spent_ms["prefill"], abs=slack_ms)
-    assert line.transfer_ms == pytest.approx(spent_ms["kv_transfer"], abs=slack_ms)
-    assert line.decode_ms == pytest.approx(spent_ms["decode"], abs=slack_ms)
-    assert line.total_ms == pytest.approx(sum(spent_ms.values()), abs=slack_ms)
+    spent = sums_of(phases_of(request, trace))
+    phases_ms = {"prefill": line.prefill_ms, "kv_transfer": line.transfer_ms, "decode": line.decode_ms}
+    assert all((spent_ms > 0) == (spent[name] > 0) for name, spent_ms in phases_ms.items())
+    assert line.total_ms == pytest.approx(line.queue_ms + sum(phases_ms.values()))
     assert line.trace_id == f"{request.context.trace_id:032x}"
 
 

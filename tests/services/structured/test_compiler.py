@@ -69,15 +69,18 @@ async def test_fewer_are_remembered_of_a_tenant_than_workers_keep_compiled(gate:
     assert len(gate.begun) == begun + 1
 
 
-async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gate: Gate) -> None:
-    """On a busy machine, a schema that has begun may be refused because others have the cores."""
+async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is little CPU time and much elapsed time, so that a thread gets the one within the other anywhere."""
+    monkeypatch.setattr(compiler, "PATIENCE", 800)
 
     def check(form: AnswerForm) -> None:
         gate.begun.append(form.json_schema)
         while not gate.is_open.is_set():
             pass
 
-    checks = FormChecks(check=check, timeout_s=0.5)
+    checks = FormChecks(check=check, timeout_s=0.005)
     try:
         asked = [checks.check(AnswerForm(f"slow {n}")) for n in range(compiler.NUM_THREADS + 1)]
         results = await asyncio.gather(*asked, return_exceptions=True)
@@ -85,11 +88,9 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
         assert len(gate.begun) <= compiler.NUM_THREADS
         for n, result in enumerate(results):
             kind = TooComplex if f"slow {n}" in gate.begun else Overloaded
-            assert type(result) in (kind, Overloaded)
-            assert isinstance(result, Overloaded) or (result.code, "0.5 s" in str(result)) == (
-                "grammar_too_complex",
-                True,
-            )
+            assert type(result) is kind
+            assert kind is Overloaded or result.code == "grammar_too_complex"
+            assert kind is Overloaded or "0.005 s" in str(result)
     finally:
         gate.is_open.set()
     await FormChecks(check=gate, timeout_s=WAIT_S).check(AnswerForm("other"))

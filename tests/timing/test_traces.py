@@ -1,0 +1,18 @@
+"""The log line of a request and its trace agree on where the time went."""
+
+import pytest
+
+from tests.gateway.observability.test_tracing import phases_of, sums_of, trace_of
+
+
+async def test_the_log_has_the_same_phases(system, spans, caplog):
+    caplog.set_level("INFO", logger="gateway.observability.request_log")
+    await system.complete()
+    request, trace = await trace_of(system, spans)
+    (line,) = [record for record in caplog.records if record.getMessage() == "request"]
+    spent_ms = {name: 1e3 * spent_s for name, spent_s in sums_of(phases_of(request, trace)).items()}
+    assert line.queue_ms == pytest.approx(spent_ms["queue"] + spent_ms["route"], abs=2)
+    assert line.prefill_ms == pytest.approx(spent_ms["prefill"], abs=2)
+    assert line.transfer_ms == pytest.approx(spent_ms["kv_transfer"], abs=2)
+    assert line.decode_ms == pytest.approx(spent_ms["decode"], abs=2)
+    assert line.total_ms == pytest.approx(sum(spent_ms.values()), abs=2)
