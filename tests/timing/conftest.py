@@ -7,7 +7,7 @@ import pytest
 from tests.gateway.conftest import cluster_name, make_system, model_folder, pair_type, patience, redis_url, tokenizer
 from tests.gateway.models.test_tokenizer import model
 from tests.gateway.observability.test_tracing import answer, pair, spans, system
-from tests.services.cluster.conftest import client, patient_store, redis_server, store
+from tests.services.cluster.conftest import client, new_record, patient_store, redis_server, store
 from tests.services.cluster.test_rate_limits import gateways
 from tests.services.structured.conftest import begin, demo_tokenizer, grammars
 
@@ -22,6 +22,7 @@ __all__ = [
     "make_system",
     "model",
     "model_folder",
+    "new_record",
     "pair",
     "pair_type",
     "patience",

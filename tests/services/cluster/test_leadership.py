@@ -10,7 +10,7 @@ from services.cluster.leadership import Leadership
 from services.cluster.redis_store import Store
 from services.runtime.clock import ManualClock
 from tests.limited_redis import LimitedRedis
-from tests.waiting import HANG_LIMIT_S, until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -119,8 +119,6 @@ async def test_renewing_goes_on_after_an_unexpected_error(
 
     monkeypatch.setattr(Leadership, "renew", renew_or_fail)
     leadership.start()
-    async with asyncio.timeout(HANG_LIMIT_S):
-        while not leadership.is_held:  # noqa: ASYNC110 - the condition is another task's state
-            await asyncio.sleep(0.01)
+    await until(lambda: leadership.is_held)
     assert not errors
     await leadership.close()

@@ -34,7 +34,6 @@ from tests.waiting import HANG_LIMIT_S, until
 
 NewRecord = Callable[..., WorkerRecord]
 KEY = "tandem:{test}:worker:prefill-0"
-BACK_S = 3.0
 LEASES, CHANGES, GONE = Keys("test").workers
 
 
@@ -131,9 +130,11 @@ async def test_counts_are_published_at_the_next_beat_and_are_no_change(
     await watcher.until(here)
     number = client.zscore(CHANGES, "prefill-0")
     lease.update(pages_total=100, pages_free=60, pages_used=40)
-    async with asyncio.timeout(HANG_LIMIT_S):
-        while (await list_workers(store))[1]["prefill-0"].pages_free != 60:  # noqa: ASYNC110 - a thread's
-            await asyncio.sleep(0.01)
+
+    async def is_written() -> bool:
+        return (await list_workers(store))[1]["prefill-0"].pages_free == 60
+
+    await until(is_written)
     assert client.zscore(CHANGES, "prefill-0") == number
     lease.update(channels={"decode-0": "tcp"})
     await watcher.until(lambda view: view.workers[0].channels == {"decode-0": "tcp"})
@@ -176,7 +177,7 @@ async def test_a_dead_worker_expires(
 
 
 @pytest.mark.parametrize("fault", ["flushall", "restart", "freeze", "key_deleted"])
-async def test_the_record_is_back_within_3_s(
+async def test_the_record_is_back(
     fault: str,
     watcher: Watcher,
     store: Store,
@@ -201,7 +202,6 @@ async def test_the_record_is_back_within_3_s(
         await asyncio.sleep(3.5)
         assert not lease.is_held
         os.kill(redis_server.pid, signal.SIGCONT)
-    await asyncio.sleep(0.05)
     await until(lambda: client.exists(KEY) == 1)
     await watcher.until(here)
     if fault != "key_deleted" and fault != "freeze":
@@ -229,11 +229,9 @@ async def test_a_watcher_and_a_lease_begin_without_redis_and_the_log_says_so(
     lease.start()
     async with contextlib.aclosing(watch_workers(store)) as memberships:
         assert await anext(memberships) == Membership((), is_stale=True)
-        async with asyncio.timeout(BACK_S):
-            while UNLISTED not in [record.message for record in caplog.records]:  # noqa: ASYNC110 - a thread's
-                await asyncio.sleep(0.01)
+        await until(lambda: UNLISTED in [record.message for record in caplog.records])
         redis_server.start()
-        async with asyncio.timeout(BACK_S):
+        async with asyncio.timeout(HANG_LIMIT_S):
             while not here(await anext(memberships)):
                 pass
     lease.release()
@@ -252,7 +250,7 @@ async def test_each_look_tells_when_leases_were_renewed(
     watching = watch_workers(
         store, suspects=lambda: ("nobody", "prefill-0"), on_renewals=lambda ages_s: told.append(dict(ages_s))
     )
-    async with contextlib.aclosing(watching) as memberships, asyncio.timeout(BACK_S):
+    async with contextlib.aclosing(watching) as memberships, asyncio.timeout(HANG_LIMIT_S):
         while len((await anext(memberships)).workers) < 2:
             pass
     assert told[-1].keys() == {"prefill-0"}
