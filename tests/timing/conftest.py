@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import cluster_name, make_system, model_folder, pair_type, patience, redis_url, tokenizer
+from tests.gateway.conftest import (
+    cluster_name,
+    make_system,
+    model_folder,
+    pair_type,
+    patience,
+    redis_url,
+    tokenizer,
+    worker_type,
+)
 from tests.gateway.models.test_tokenizer import model
 from tests.gateway.observability.test_tracing import answer, pair, spans, system
 from tests.services.cluster.conftest import client, new_record, patient_store, redis_server, store
@@ -33,6 +42,7 @@ __all__ = [
     "store",
     "system",
     "tokenizer",
+    "worker_type",
 ]
 
 

@@ -5,8 +5,6 @@ import json
 import statistics
 import time
 import timeit
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +25,14 @@ from tests.gateway.models.test_tool_calls import BEFORE_SPACES, HERMES, HOSTILE,
 from tests.gateway.topology.test_prefix_view import page_keys, refreshed, scripted
 from tests.services.structured.test_cost import COSTLY
 from tests.services.structured.test_grammar import DEAR_TO_FORCE, Begin, token_set
-
-
-@contextmanager
-def within(limit_s: float) -> Iterator[None]:
-    """Asserts that the block takes less than `limit_s` of this thread's CPU time."""
-    began_s = time.thread_time()
-    yield
-    assert time.thread_time() - began_s < limit_s
+from tests.timing.limits import within_cpu
 
 
 @pytest.mark.parametrize("token_id", [-1, -4], ids=["unknown", "special"])
 def test_tokens_without_text(token_id: int) -> None:
     tokenizer_json, num_tokens = specials_tokenizer()
     detokenizer = from_json(tokenizer_json).detokenizer()
-    with within(5):
+    with within_cpu(5):
         for token in [258, *[num_tokens + token_id] * 40_000, 258]:
             detokenizer.push([token])
 
@@ -52,7 +43,7 @@ def test_beginnings_of_special_tokens(model_folder: Path, part: str) -> None:
     tokenizer.add_special_tokens(LLAMA3_SPECIALS)
     marks = TemplateMarks(tokenizer)
     text = part * (8 * 1024 * 1024 // len(part)) + "."
-    with within(1):
+    with within_cpu(1):
         assert not marks.are_in(text)
 
 
@@ -60,7 +51,7 @@ def test_beginnings_of_special_tokens(model_folder: Path, part: str) -> None:
 def test_hostile_text(row: str) -> None:
     tool_format, text = HOSTILE[row]
     parser, pieces = parser_of(tool_format), []
-    with within(5):
+    with within_cpu(5):
         for start in range(0, len(text), 4):
             pieces += parser.push(text[start : start + 4])
         pieces += parser.finish()
@@ -70,7 +61,7 @@ def test_hostile_text(row: str) -> None:
 def test_white_space(row: str) -> None:
     tool_format, settings, before = BEFORE_SPACES[row]
     parser = parser_of(tool_format, **settings)
-    with within(5):
+    with within_cpu(5):
         for part in [before, *[" " * 64] * 12_000, "x"]:
             parser.push(part)
         parser.finish()
@@ -78,14 +69,14 @@ def test_white_space(row: str) -> None:
 
 def test_marks() -> None:
     text = "<tool_call>" * 60_000
-    with within(5):
+    with within_cpu(5):
         assert content_of(whole(HERMES, text)) == text
 
 
 @pytest.mark.parametrize("case", COSTLY)
 def test_schemas(case: str) -> None:
     schema: dict[str, Any] = COSTLY[case]
-    with within(10), pytest.raises(TooComplex):
+    with within_cpu(10), pytest.raises(TooComplex):
         check_form(AnswerForm(json.dumps(schema)))
 
 

@@ -13,7 +13,8 @@ from gateway.topology.prefix_view import MAX_AGE_S
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.redis_store import Store
 from tests.gateway.topology import test_prefix_view as view_tests
-from tests.timing.test_recovery import LIMIT_S, within
+from tests.timing.limits import within
+from tests.timing.test_recovery import LIMIT_S
 from tests.waiting import until
 
 client, new_publisher, redis_server, store = (

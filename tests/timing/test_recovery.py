@@ -2,9 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.prefix_index import PrefixIndex
 from tests.services.cluster import test_prefix_index as index_tests
 from tests.services.cluster import test_registry as registry_tests
+from tests.timing.limits import within
 from tests.waiting import until
 
 LIMIT_S = 3.0
@@ -24,14 +23,6 @@ index, new_lease, new_publisher, watcher = (
     index_tests.new_publisher,
     registry_tests.watcher,
 )
-
-
-@contextmanager
-def within(limit_s: float) -> Iterator[None]:
-    """Asserts that the block takes less than `limit_s`."""
-    began_s = time.monotonic()
-    yield
-    assert time.monotonic() - began_s < limit_s
 
 
 @pytest.mark.parametrize("watcher", [registry_tests.WATCH_POLL_S], indirect=True)
