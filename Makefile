@@ -6,8 +6,7 @@ PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
 # What has this before it is the same on every machine: `make test-gpu` and `make bench-gpu` are for a GPU.
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-# Test processes at a time. Most tests wait for sockets and processes more than they compute. Beside three others on two
-# cores, what a tenth of a second is enough for may come too late.
+# Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 3
 # Bytecode is kept, whatever the environment says: the tests start hundreds of processes, and each would compile all sources.
 TEST_ENV := $(NO_GPU) PYTHONDONTWRITEBYTECODE=
@@ -54,7 +53,7 @@ test: install-dev ## the tests that every change must pass (ARGS: flags of pytes
 
 test-all: install-dev ## all tests, the slow sweeps and all random examples too
 	$(TEST_ENV) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) --dist worksteal -m "not timing and not gpu and not deploy" $(ARGS)
-	$(MAKE) --no-print-directory test-timing
+	$(if $(ARGS),,$(MAKE) --no-print-directory test-timing)
 
 test-timing: install-dev ## the tests of real time, one at a time; run nothing else on the machine (ARGS: flags of pytest)
 	$(TEST_ENV) $(PYTEST) -q -n 0 -m timing tests/timing $(ARGS)

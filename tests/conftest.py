@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
 from tests.fake_api import FakeApi
+from tests.waiting import HANG_LIMIT_S
 
 # How fast the machine is, is no property of what is tested.
 settings.register_profile(
@@ -32,6 +33,8 @@ settings.load_profile("tandem")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A test with several waits that hang ends with the message of the first one.
+os.environ.setdefault("PYTEST_TIMEOUT", str(3 * HANG_LIMIT_S))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton looks at this when it is first imported. Where there is no GPU, its kernels are interpreted on the CPU.
 if not Path("/dev/nvidiactl").exists():

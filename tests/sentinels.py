@@ -23,7 +23,6 @@ SERVICE = "tandem"
 ADMIN = "admin"
 """May do everything, and needs no password."""
 START_TIMEOUT_S = HANG_LIMIT_S
-FAILOVER_TIMEOUT_S = 30.0
 PERIODS_MS = {"info-period": 500, "publish-period": 100, "ask-period": 100}
 """A tenth or less of what the sentinels wait by default, so that a failover and the return of a server take little."""
 

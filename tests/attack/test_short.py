@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.attack.run import load, run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
@@ -15,7 +13,6 @@ SHORT = (
 )
 
 
-@pytest.mark.timeout(180)
 async def test_a_selection_holds() -> None:
     attacks = load()
     rows = await run([attacks[name] for name in SHORT])

@@ -10,6 +10,7 @@ import pytest
 from cli.chat import Chat, ChatSettings, Timing, run
 from cli.main import main
 from services.runtime.api_client import ApiRefused, ApiUnreachable
+from tests.waiting import HANG_LIMIT_S
 
 DONE = b"data: [DONE]\n\n"
 
@@ -139,7 +140,7 @@ def test_a_silent_server_is_given_up(api: Any) -> None:
     import threading
 
     silence = threading.Event()
-    api.routes["GET /v1/models"] = lambda: (silence.wait(10), (200, {}))[1]
+    api.routes["GET /v1/models"] = lambda: (silence.wait(HANG_LIMIT_S), (200, {}))[1]
     try:
         with pytest.raises(ApiUnreachable, match="within"):
             run(ChatSettings(url=api.url, timeout=0.2), io.StringIO("hi"), io.StringIO(), io.StringIO())

@@ -148,7 +148,6 @@ async def test_a_worker_that_cannot_run_is_named_with_the_end_of_its_log(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_programs_are_one_cluster(tmp_path: Path) -> None:
     """A gateway without workers, and `tandem join`: it serves; the worker leaves in order, and nothing is missed."""
     with EmbeddedRedis() as redis, bench.gateway_process(redis.url) as (_, port):

@@ -587,7 +587,7 @@ async def test_a_watch_begins_again_when_it_breaks(gateway: FakeGateway, connect
 @pytest.mark.parametrize("call", ["generate", "stream"])
 async def test_the_timeout_is_the_deadline_of_the_call(gateway: FakeGateway, connect: Connect, call: str) -> None:
     gateway.steps.append(hangs())
-    client = connect(gateway.address, timeout_s=50)
+    client = connect(gateway.address, timeout_s=50)  # real time: a deadline that the call must replace
     asked = getattr(client, call)(Request("hello"), timeout_s=2.0)
     with pytest.raises(DeadlineExceeded):
         await (asked if call == "generate" else deltas_of(asked))
@@ -598,7 +598,7 @@ async def test_the_timeout_is_the_deadline_of_the_call(gateway: FakeGateway, con
 
 async def test_the_clients_own_timeout_holds_where_a_call_has_none(gateway: FakeGateway, connect: Connect) -> None:
     gateway.steps.append(says(message(0, end=STOP)))
-    await connect(gateway.address, timeout_s=50).generate(Request("hello"))
+    await connect(gateway.address, timeout_s=50).generate(Request("hello"))  # real time: it must be sent
     # gRPC sends three digits and rounds the last one up.
     assert 40 < _require(gateway.calls[0].remaining_s) <= 50.1
 
@@ -699,7 +699,7 @@ async def test_a_closed_client_leaves_no_thread(gateway: FakeGateway) -> None:
     await asyncio.to_thread(use)
     # gRPC's own, which poll as long as there is a call.
     for thread in started:
-        await asyncio.to_thread(thread.join, 30)
+        await asyncio.to_thread(thread.join, HANG_LIMIT_S)
         assert not thread.is_alive()
 
 

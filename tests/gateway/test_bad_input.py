@@ -1145,7 +1145,7 @@ async def test_broken_protobuf_and_unknown_model_over_grpc(system):
             await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=HANG_LIMIT_S)
         assert outside.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError) as unimplemented:
-            await channel.unary_unary("/tandem.v1.Inference/Nothing")(b"", timeout=60)
+            await channel.unary_unary("/tandem.v1.Inference/Nothing")(b"", timeout=HANG_LIMIT_S)
         assert unimplemented.value.code() is grpc.StatusCode.UNIMPLEMENTED
     await check_alive(system)
 

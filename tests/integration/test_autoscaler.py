@@ -20,7 +20,6 @@ PROMPTS = ("def main():", "import os\n\ndef read(path):", "class Queue:", "for i
 ANSWER = {"max_tokens": 300, "ignore_eos": True}
 NUM_CLIENTS = 24
 LEASE_S = 5.0
-SLOWNESS_S = 3.0
 """What the processes of a busy machine may take to do what is due."""
 
 

@@ -69,7 +69,6 @@ def watched() -> Iterator[SentinelSet]:
         yield found
 
 
-@pytest.mark.timeout(240)
 async def test_a_failover_under_load_loses_no_answer_and_changes_none(watched: SentinelSet) -> None:
     specs = make_specs(random.Random(OPTIONS.seed), 12, tokens=(16, 64))
     with FailoverCluster(server=WatchedRedis(watched), gateways=2, kv_pages=1024) as cluster:

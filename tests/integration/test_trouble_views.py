@@ -29,7 +29,6 @@ from tests.waiting import HANG_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = HANG_LIMIT_S
-pytestmark = pytest.mark.timeout(300)
 RAW_LINE = re.compile(r"^[IWEF]\d{4} ")
 """As gRPC's core writes."""
 
@@ -92,7 +91,7 @@ class Watched:
         trouble = self.troubles()[kind, subject]
         assert words in trouble["cause"]
         assert remedy in trouble["remedy"]
-        assert abs(time.time() - trouble["since_unix_s"]) < 2 * TIMEOUT_S
+        assert abs(time.time() - trouble["since_unix_s"]) < 2 * TIMEOUT_S  # real time: a moment, not a duration
         assert re.search(rf'^tandem_troubles{{kind="{kind}"}} [1-9]', self.get("/metrics"), re.MULTILINE)
         for command, code in (("status", 0), ("doctor", 1)):
             found, text = self.run(command)

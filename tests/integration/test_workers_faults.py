@@ -192,7 +192,7 @@ async def test_a_second_signal_does_not_wait(start_worker: Make, make_gateway: M
     decode.process.send_signal(signal.SIGTERM)
     await decode.until_state("draining")
     decode.process.send_signal(signal.SIGTERM)
-    assert await decode.ended(timeout_s=5) == 128 + signal.SIGTERM
+    assert await decode.ended() == 128 + signal.SIGTERM
 
 
 async def test_a_wrong_model_or_setting_is_said_in_one_sentence(start_worker: Make, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from services.runtime.errors import PeerUnreachable, TransferFailed
 from tests.kv_transfer import peer_process
 from tests.kv_transfer.conftest import Target, identity, make_pool, serving, tokens_of
 from tests.kv_transfer.transports import models
-from tests.waiting import until
+from tests.waiting import HANG_LIMIT_S, until
 
 GPU_NAMES = tuple(pytest.param(f"{name}@cuda", marks=pytest.mark.gpu) for name in ("cuda_ipc", "nccl"))
 NAMES = ("shm", "tcp", "cuda_ipc", *GPU_NAMES)  # cuda_ipc without a GPU is a model of it (models.py)
@@ -52,7 +52,7 @@ class Peer:
         return await asyncio.to_thread(self._told, event)
 
     async def ended(self) -> None:
-        await asyncio.to_thread(self._process.join, 60)
+        await asyncio.to_thread(self._process.join, HANG_LIMIT_S)
         assert self._process.exitcode == -signal.SIGKILL
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -80,7 +80,7 @@ async def peer(**settings: str | int) -> AsyncIterator[Peer]:
         yield Peer(process, own)
     finally:
         process.kill()
-        await asyncio.to_thread(process.join, 10)
+        await asyncio.to_thread(process.join, HANG_LIMIT_S)
         process.close()
         own.close()
 

@@ -46,7 +46,6 @@ def on(machine: Machine, program: str, *arguments: object) -> subprocess.Popen[s
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.timeout(60)
 def test_a_firewall_that_forgets_loses_no_answer_that_a_client_waits_for(network: Network) -> None:
     network.set(["client"], ["server"], Conditions(forgets_after_s=FORGETS_AFTER_S))
     here, there = network.machines["client"], network.machines["server"]

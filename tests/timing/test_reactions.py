@@ -1,28 +1,36 @@
 """How soon a gateway, a worker or a client reacts."""
 
 import asyncio
+import dataclasses
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from gateway.http.server import HttpServer
-from services.runtime import otlp, telemetry
+from protos import inference_pb2, inference_pb2_grpc
+from services.runtime import otlp, rpc, telemetry
 from services.runtime.errors import DeadlineExceeded, TransferFailed, WorkerUnavailable
 from tests.gateway import test_faults as fault_tests
 from tests.gateway import test_leaving_clients as leaving_tests
+from tests.gateway import test_models as model_tests
 from tests.gateway.access import test_door as door_tests
 from tests.gateway.http.test_server import hello
 from tests.kv_transfer import conftest as handoff_fixtures
 from tests.kv_transfer import test_handoff as handoff_tests
+from tests.services.runtime import conftest as rpc_fixtures
 from tests.services.runtime import test_otlp as otlp_tests
+from tests.services.runtime import test_rpc as rpc_tests
 from tests.timing.limits import within, within_cpu
+from tests.waiting import HANG_LIMIT_S
 from tests.worker import test_gpu as gpu_tests
 
 key_file, guarded = door_tests.key_file, door_tests.guarded
 make_pair = handoff_fixtures.make_pair
-readings = gpu_tests.readings
+folders, models_file, two_models = model_tests.folders, model_tests.models_file, model_tests.two_models
+readings, servicer = gpu_tests.readings, rpc_fixtures.servicer
 
 
 @pytest.fixture
@@ -101,6 +109,35 @@ def test_a_worker_does_not_wait_for_a_gpu_reading_that_hangs(readings: Any) -> N
     with within(2.0):
         watch.release()
     readings.turns.release(100)
+
+
+async def test_a_peer_that_acknowledges_no_ping_is_given_up(servicer: Any) -> None:
+    async def quiet(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse()
+        await asyncio.sleep(HANG_LIMIT_S)
+
+    servicer.stream = quiet
+    profile = dataclasses.replace(rpc.INTERNAL, ping_timeout_ms=1500)  # 2.5 s until a peer is given up
+    async with (
+        rpc_tests.serving(servicer, profile) as (_, behind),
+        rpc_tests.black_hole(behind) as (address, passes),
+        rpc.make_channel(address, profile=profile) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(), wait_for_ready=True)
+        await call.read()
+        passes.clear()
+        with within(4.5):
+            with within(3.5):
+                await rpc_tests.failure_of(call.read())
+            await servicer.ended.wait()
+
+
+async def test_a_fallback_does_not_extend_the_deadline(two_models: Any, worker_type: Any) -> None:
+    system = await two_models(max_request_s=0.6, after_s=0.2)
+    for name in ("large", "small"):
+        await model_tests.add_decode(system, worker_type, name, model_tests.refuses)
+    with within(5.0):
+        assert (await model_tests.complete(system, allow_fallback=True)).status_code == 504
 
 
 @pytest.mark.parametrize("phase", handoff_tests.PHASES)

@@ -21,6 +21,7 @@ from benchmarks.cluster import Cluster, running_cluster
 from cli.up_settings import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
 from tests.vllm.lora import MERGED, write_adapter
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -88,7 +89,7 @@ def alone(model: Path, adapter: Path) -> dict[str, list[list[int]]]:
     program = {"model": str(model), "prompts": prompts(), "num_tokens": NUM_TOKENS, "adapter": str(adapter)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.alone"], input=json.dumps(program), cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, text=True, check=True, timeout=300,
+        stdout=subprocess.PIPE, text=True, check=True, timeout=HANG_LIMIT_S,
     )  # fmt: skip
     answers: list[list[int]] = json.loads(done.stdout)
     return {BASE: answers[: len(PROMPTS_TOKENS)], ADAPTER: answers[len(PROMPTS_TOKENS) :]}
@@ -113,7 +114,7 @@ def answer_whose_worker_dies(cluster: Cluster) -> list[int]:
     )
     token_ids: list[int] = []
     with grpc.insecure_channel(cluster.grpc) as channel:
-        for response in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=120):
+        for response in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=HANG_LIMIT_S):
             if response.token_ids and not token_ids:
                 os.kill(cluster.decode_pid(response.request_id), signal.SIGKILL)
             token_ids += response.token_ids
@@ -127,7 +128,7 @@ def test_answers_under_load_are_those_of_the_merged_model_also_when_a_worker_die
     with ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(ask, cluster, name, prompts()[number]) for name, number in asked]
         long_answer = answer_whose_worker_dies(cluster)
-        seen = {(*one, tuple(answer.result(120))) for one, answer in zip(asked, answers, strict=True)}
+        seen = {(*one, tuple(answer.result(HANG_LIMIT_S))) for one, answer in zip(asked, answers, strict=True)}
     expected = alone(model, adapter)
     assert seen == {(name, number, tuple(expected[name][number])) for name, number in asked}
     assert all(base != adapted for base, adapted in zip(*expected.values(), strict=True))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.waiting import HANG_LIMIT_S
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 VOCAB, NUM_TOKENS, GROUP = 512, 12, 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -21,6 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 
 from benchmarks.cluster import Cluster, running_cluster
 from cli.up_settings import DEMO_MODEL
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.timeout(600)  # three imports of vLLM, each of which takes a quarter of a minute and more
 
@@ -89,7 +90,7 @@ def answers_alone(model: Path, **asked: str) -> list[list[int]]:
     alone = subprocess.run(
         [sys.executable, "-m", "tests.vllm.alone"],
         input=json.dumps({"model": str(model), "prompts": prompts(), "num_tokens": NUM_TOKENS} | asked),
-        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True, timeout=300,
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True, timeout=HANG_LIMIT_S,
     )  # fmt: skip
     answers: list[list[int]] = json.loads(alone.stdout)
     return answers
@@ -191,7 +192,7 @@ def test_answers_of_a_worker_that_loses_a_rank_are_computed_elsewhere(mixture: P
         while sum(worker["state"] == "ready" for worker in running.get("/cluster")["workers"]) == 3:
             assert time.monotonic() < killed_s + MISSED_WITHIN_S
             time.sleep(0.05)
-        assert asked.result(300) == [expected] * 4
+        assert asked.result(HANG_LIMIT_S) == [expected] * 4
 
 
 @pytest.mark.gpu
@@ -210,7 +211,7 @@ def test_on_a_gpu_answers_are_those_of_vllm_alone(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, tmp_path)
     alone = answers_alone(tmp_path, dtype="bfloat16")
-    flags = ("--engine=vllm", "--kv-memory=1GiB", "--model-name=mixture", "--start-timeout=300")
+    flags = ("--engine=vllm", "--kv-memory=1GiB", "--model-name=mixture", f"--start-timeout={HANG_LIMIT_S:.0f}")
     settings = {"TANDEM_DEVICE": "cuda", "TANDEM_LOCAL_PREFILL_TOKENS": "0", "TANDEM_CHUNK_TOKENS": "2048"}
     with running_cluster(*flags, model=tmp_path, settings=settings) as running:
         answers = [ask(running, prompt, temperature=0)["token_ids"] for prompt in prompts()]

@@ -255,7 +255,7 @@ async def test_a_key_is_taken_out_while_all_of_asyncios_threads_are_busy(key_fil
     followed = KeyFile(key_file)
     followed.start()
     may_end = threading.Event()
-    busy = [asyncio.create_task(asyncio.to_thread(may_end.wait, 30)) for _ in range(100)]
+    busy = [asyncio.create_task(asyncio.to_thread(may_end.wait, HANG_LIMIT_S)) for _ in range(100)]
     await asyncio.sleep(0)
     key_file.write_text("")
     try:

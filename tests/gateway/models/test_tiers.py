@@ -8,6 +8,7 @@ import pytest
 from gateway.models import tiers
 from gateway.models.tiers import Tier, load_classifier
 from services.runtime.errors import ConfigError
+from tests.waiting import HANG_LIMIT_S
 
 
 def is_hard(text: str) -> bool:
@@ -31,7 +32,7 @@ async def test_a_classifier_that_fails_or_takes_too_long_leaves_the_cheap_model(
     assert await Tier("auto", "large", classifier=is_hard).why_stronger(["fail"]) == ""
     monkeypatch.setattr(tiers, "CLASSIFIER_S", 0.05)
     end = threading.Event()
-    assert await Tier("auto", "large", classifier=lambda text: end.wait(30)).why_stronger(["x"]) == ""
+    assert await Tier("auto", "large", classifier=lambda text: end.wait(HANG_LIMIT_S)).why_stronger(["x"]) == ""
     end.set()
     assert [record.__dict__["error"].partition(":")[0] for record in caplog.records] == ["OSError", "TimeoutError"]
 

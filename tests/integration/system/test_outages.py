@@ -16,8 +16,6 @@ from protos import inference_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
 from tests.waiting import HANG_LIMIT_S
 
-REBUILD_TIMEOUT_S = 3.0
-
 
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[EmbeddedRedis]:
@@ -134,7 +132,7 @@ async def flush(redis_server: EmbeddedRedis) -> None:
 
 
 async def workers_are_back(redis_server: EmbeddedRedis) -> None:
-    """All four workers have written themselves into an empty Redis in time."""
+    """Waits until all four workers have registered in an empty Redis."""
     client = redis.asyncio.Redis.from_url(redis_server.url)
     deadline = time.monotonic() + HANG_LIMIT_S
     try:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.cluster import Cluster, collect, request, running_cluster, stream
 from services.engine.engine import Engine, load_engine
 from services.engine.steps.sequence import Sampling
+from tests.waiting import HANG_LIMIT_S
 
 SEEDED: dict[str, Any] = {"temperature": 0.875, "top_p": 0.9375, "seed": 11}
 
@@ -43,10 +44,10 @@ async def answers(cluster: Cluster, prompts: list[list[int]], num_tokens: int, e
     """Asks for all at once; a rank of a worker that has one of them running is taken away after the first tokens."""
     given = {"max_tokens": num_tokens, "ignore_eos": True, **SEEDED}
     async with cluster.inference() as stub:
-        other = asyncio.create_task(collect(stub, request(prompts[1], **given), timeout_s=300))
+        other = asyncio.create_task(collect(stub, request(prompts[1], **given), timeout_s=HANG_LIMIT_S))
         token_ids: list[int] = []
         has_ended = False
-        async for response in stream(stub, request(prompts[0], **given), timeout_s=300):
+        async for response in stream(stub, request(prompts[0], **given), timeout_s=HANG_LIMIT_S):
             assert not response.token_ids or response.first_index == len(token_ids)
             token_ids += response.token_ids
             if len(token_ids) >= 10 and not has_ended:

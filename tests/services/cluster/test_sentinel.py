@@ -49,7 +49,6 @@ def write_from_thread(client: "redis.Redis", value: str) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 async def test_both_clients_find_the_next_primary(watched: SentinelSet, number: signal.Signals) -> None:
     store = Store(watched.url, cluster="c")

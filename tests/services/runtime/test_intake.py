@@ -249,7 +249,7 @@ async def test_strangers_lose_their_oldest_place_at_once() -> None:
 
     task = asyncio.create_task(hold())
     await entered.wait()
-    async with asyncio.timeout(1.0), held.place(STRANGERS):
+    async with asyncio.timeout(LIMIT_S), held.place(STRANGERS):
         await task
     assert "others waited" in str(errors[0])
     assert held.num_taken == 0

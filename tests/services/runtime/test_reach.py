@@ -10,6 +10,7 @@ from protos import membership_pb2, membership_pb2_grpc
 from services.runtime import reach, rpc
 from services.runtime.tls import Identity, TlsFiles
 from tests.certificates import Authority
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ async def obstacle_between(server: TlsFiles | None, client: TlsFiles | None, *, 
         async with rpc.make_channel(address or f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await membership_pb2_grpc.MembershipStub(channel).Challenge(
-                    membership_pb2.ChallengeRequest(), timeout=20
+                    membership_pb2.ChallengeRequest(), timeout=HANG_LIMIT_S
                 )
         return rpc.obstacle_of(caught.value)
     finally:

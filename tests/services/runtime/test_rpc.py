@@ -114,7 +114,7 @@ async def test_texts_of_grpc_itself_are_not_passed_on() -> None:
 async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Servicer) -> None:
     async def quiet(request: Any, context: Any) -> AsyncIterator[Any]:
         yield inference_pb2.GenerateResponse()
-        await asyncio.sleep(60)
+        await asyncio.sleep(HANG_LIMIT_S)
 
     servicer.stream = quiet
     profile = dataclasses.replace(rpc.INTERNAL, ping_timeout_ms=1500)
@@ -127,16 +127,10 @@ async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Service
         call = generate(inference_pb2.GenerateRequest(), wait_for_ready=True)
         await call.read()
         passes.clear()
-        began_s = time.monotonic()
         failure = await failure_of(call.read())
-        client_s = time.monotonic() - began_s
         async with asyncio.timeout(HANG_LIMIT_S):
             await servicer.ended.wait()
-        server_s = time.monotonic() - began_s
     assert type(rpc.error_from_rpc(failure)) is errors.WorkerUnavailable
-    # 2.5 s by the profile; the rest is for a machine that is busy with other things.
-    assert client_s < 3.5
-    assert server_s < 4.5
 
 
 async def test_a_process_that_gets_no_time_keeps_its_connections(

@@ -13,7 +13,7 @@ from tests.waiting import HANG_LIMIT_S
 
 pytest.importorskip("vllm", reason="vLLM is in .venv-vllm: make test-vllm")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]  # each start imports vLLM
+pytestmark = pytest.mark.filterwarnings("default")
 
 VOCAB, NUM_TOKENS = 512, 12
 

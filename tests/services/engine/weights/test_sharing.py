@@ -18,7 +18,7 @@ import pytest
 
 from services.engine.weights import sharing
 from services.engine.weights.sharing import Piece, Sharing, SharingFailed
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, wait_until
 
 CHILD = """
 import os, sys
@@ -113,13 +113,22 @@ def test_the_second_is_given_what_the_first_offers(make: Callable[[], Sharing]) 
 
 
 def test_who_comes_while_it_is_made_waits(make: Callable[[], Sharing], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "SILENCE_S", 0.5)  # and is told so all the time
-    monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.1)
+    told = 0
+    give = sharing._give
+
+    def count(peer: socket.socket, pieces: tuple[Piece, ...] | None) -> bool:
+        nonlocal told
+        told += 1
+        return give(peer, pieces)
+
+    monkeypatch.setattr(sharing, "SILENCE_S", HANG_LIMIT_S)
+    monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.02)
+    monkeypatch.setattr(sharing, "_give", count)
     first = make()
     assert first.join() is None
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(make().join) for _ in range(3)]
-        time.sleep(1.5)
+        wait_until(lambda: told > 20, "that the first process tells the others to wait, again and again")
         assert not any(one.done() for one in waiting)
         first.offer([Piece(b"a", memory(b"late"))])
         assert [contents(one.result(HANG_LIMIT_S)) for one in waiting] == [{b"a": b"late"}] * 3
