@@ -289,7 +289,10 @@ class Metrics:
         )
 
     def _make_store_figures(self) -> None:
-        self._redis_up = self._gauge("redis_up", "Whether Redis answers this gateway: 0 after 3 s without an answer.")
+        self._redis_up = self._gauge(
+            "redis_up",
+            "1 if Redis serves this gateway. 0 after 3 s without an answer, and for 5 s after a denied command.",
+        )
         self._redis_round_trip_s = self._gauge(
             "redis_round_trip_seconds", "Mean time of a call to Redis, including calls that timed out."
         )

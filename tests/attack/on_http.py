@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 
 from tests.attack.base import ADMIN, ATTACKER, MIB, VICTIM, Row, Target, attack, cluster, memory_row
+from tests.free_ports import free_port
 
 SENT_MIB = 2000
 """By each attack on memory; what was found took 50 MiB for a gigabyte."""
@@ -259,7 +260,7 @@ async def _held_bytes(http: httpx.AsyncClient) -> int:
 @attack(12, alone=True)
 async def pages_of_other_sites(target: Target) -> Sequence[Row]:
     """What a web page can do that its visitor's browser shows: DNS rebinding, and requests without it."""
-    port = _free_port()
+    port = free_port()
     rows = []
     async with cluster(f"--admin-port={port}", has_keys=False) as own, own.client() as http:
         evil = {"host": "evil.example:8000"}
@@ -293,7 +294,7 @@ async def pages_of_other_sites(target: Target) -> Sequence[Row]:
 @attack(12, alone=True)
 async def operators_port_without_a_key(target: Target) -> Sequence[Row]:
     """`--admin-port` of a cluster that asks for keys."""
-    port = _free_port()
+    port = free_port()
     async with cluster(f"--admin-port={port}") as own, httpx.AsyncClient(trust_env=False) as http:
         found = []
         for who in ("", ATTACKER, ADMIN):
@@ -398,9 +399,3 @@ async def all_places_of_watchers(target: Target) -> Sequence[Row]:
         async with asyncio.timeout(ANSWER_S):
             status = int((await loop.sock_recv(other, 4096)).split()[1])
     return [Row("updates for a second client", "200", str(status), status == 200)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -28,6 +28,7 @@ from services.runtime.errors import (
 )
 from services.scheduling.pools import Audience
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
+from tests.free_ports import free_port
 from tests.waiting import HANG_LIMIT_S
 from worker.sessions import StepTokens
 
@@ -794,7 +795,7 @@ async def test_nobody_waits_for_a_worker_while_redis_has_been_away_for_longer_th
     make_system, worker_type, pair, lose
 ):
     """Nothing can tell then whether the worker is still registered."""
-    with EmbeddedRedis(port=_free_port()) as redis:
+    with EmbeddedRedis(port=free_port()) as redis:
         system = await make_system(redis=redis.url)
         worker = await system.add(worker_type("decode", "decode-0", pair.decode))
         topology = system.gateway.topology
@@ -861,7 +862,7 @@ async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_fold
     from gateway.assembly import Gateway
     from gateway.config import GatewayConfig
 
-    with EmbeddedRedis(port=_free_port()) as redis:
+    with EmbeddedRedis(port=free_port()) as redis:
         config = GatewayConfig(
             model=model_folder, redis=redis.url, cluster="away", http_port=0, grpc_port=0, drain_s=0.1
         )
@@ -1240,12 +1241,6 @@ async def _is_listening(port):
         return False
     writer.close()
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_grpc_health_tells_life_from_readiness(make_system, worker_type, pair):

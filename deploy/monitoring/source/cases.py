@@ -467,7 +467,17 @@ CASES: Mapping[str, Sequence[Case]] = {
             at=5,
             labels={"kind": kind},
         )
-        for kind in ("clock", "flapping", "left_out", "link", "log", "unreachable", "storage")
+        for kind in (
+            "background_task",
+            "clock",
+            "flapping",
+            "kernels",
+            "left_out",
+            "link",
+            "log",
+            "unreachable",
+            "storage",
+        )
     ),
     "TandemSpansDropped": (
         Case(

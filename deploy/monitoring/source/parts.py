@@ -246,10 +246,10 @@ STORE = (
         expr="min(tandem_redis_up) == 0",
         for_="1m",
         severity="critical",
-        summary="Redis does not answer a gateway",
+        summary="Redis does not answer a gateway, or denies its commands",
         meaning="Running and new requests continue, but no worker can join, and files and batches wait.",
         look="Redis itself and the network to it; the gateway's log has the error.",
-        action="Bring Redis back: leases are back within 3 s, and an empty one does no harm to requests.",
+        action="Start Redis, or grant the missing rights. Leases return within 3 s. An empty Redis harms no request.",
     ),
     Alert(
         name="TandemRedisSlow",
@@ -287,12 +287,12 @@ STORE = (
     Alert(
         name="TandemTrouble",
         expr="max by (kind) "
-        '(tandem_troubles{kind=~"background_task|clock|flapping|left_out|link|log|unreachable|storage"}) > 0',
+        '(tandem_troubles{kind=~"background_task|clock|flapping|kernels|left_out|link|log|unreachable|storage"}) > 0',
         for_="5m",
         severity="warning",
         summary="the gateways know of a trouble: {{ $labels.kind }}",
-        meaning="A background task or a worker keeps failing, a clock is wrong, a worker is excluded or unreachable, "
-        "a link loses packets, a log cannot be written, or Redis needs care.",
+        meaning="A background task or a worker keeps failing, a clock is wrong, a worker is excluded or unreachable or "
+        "computes without compiled kernels, a link loses packets, a log cannot be written, or Redis needs care.",
         look=_LOOK,
         action="What `tandem doctor` says.",
     ),

@@ -228,7 +228,7 @@ async def test_a_peer_that_died_blames_no_pair(make_network):
             return
         dead.gives_word = False
         attempt.fail(PeerUnreachable("the Link broke"))
-        await asyncio.sleep(0.02)
+        await network.system.until(lambda: attempt.key in dead.cancelled)
         await dead.die()
 
     network.system.workers["prefill-0"].script = reports_a_death
