@@ -9,7 +9,7 @@ import pytest
 from gateway.requests.attempt import Attempt
 from protos import worker_pb2
 from services.runtime.errors import ChannelUnreachable, InternalError, Overloaded
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 
 
 def is_trial(attempt):
@@ -87,7 +87,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     num_clients = sum(not is_trial(attempt) for attempt in worker.attempts)
     with collecting_nothing() as garbage:
         await system.until(lambda: sum(map(is_trial, worker.attempts)) >= 2)
-        await asyncio.sleep(0.05)  # The trial's task has ended.
+        await settle()  # the trial's task ends
     assert not [one for one in garbage if isinstance(one, Attempt)], "a failed trial waits for the collector"
     assert (await circuits(system))[bad] is not None
     for _ in range(4):

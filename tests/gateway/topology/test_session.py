@@ -14,6 +14,7 @@ from services.runtime import rpc
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from services.runtime.telemetry import TraceContext
+from tests.waiting import until
 
 
 class Call:
@@ -56,7 +57,7 @@ async def test_a_command_goes_at_once_and_those_right_after_it_go_together(sessi
         session.pause(AttemptKey(name, 1))
         await asyncio.sleep(0)
     assert call.messages == [["first"]]
-    await asyncio.sleep(10 * GATHER_S)
+    await until(lambda: len(call.messages) > 1)
     assert call.messages == [["first"], ["a", "b", "c"]]
     session.pause(AttemptKey("later", 1))
     await asyncio.sleep(0)

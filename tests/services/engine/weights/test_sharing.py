@@ -309,8 +309,9 @@ def test_who_does_not_read_keeps_nobody_waiting(
         stuck.send(b"want")
         time.sleep(1.0)  # its queue is full by then
         monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.1)
+        monkeypatch.setattr(sharing, "SILENCE_S", HANG_LIMIT_S)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(make().join)
             time.sleep(0.3)
             first.offer([Piece(b"a", memory(b"one"))])
-            assert contents(waiting.result(sharing.SILENCE_S)) == {b"a": b"one"}
+            assert contents(waiting.result(HANG_LIMIT_S)) == {b"a": b"one"}
