@@ -24,10 +24,16 @@ import msgspec
 
 from protos import inference_pb2, inference_pb2_grpc
 
-READY_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 300.0
+HTTP_TIMEOUT_S = 300.0
+LOG_CHARACTERS = 10_000
+"""Length of the end of each log in the error that ends a cluster."""
 NO_TARGETS = {"TANDEM_TTFT_TARGET_S": "0", "TANDEM_ITL_TARGET_S": "0"}
 """Settings of a cluster that lets all requests in, however long they take."""
+
+
+running: list["Cluster"] = []
+"""The clusters that this process runs now."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Cluster:
 
     def get_text(self, path: str) -> str:
         """GET any text from the HTTP API."""
-        with urllib.request.urlopen(self.http + path, timeout=10) as response:
+        with urllib.request.urlopen(self.http + path, timeout=HTTP_TIMEOUT_S) as response:
             text: bytes = response.read()
         return text.decode()
 
@@ -54,7 +60,7 @@ class Cluster:
         request = urllib.request.Request(
             self.http + path, data=msgspec.json.encode(body), headers={"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as response:
             return msgspec.json.decode(response.read())
 
     def decode_pid(self, request_id: str) -> int:
@@ -101,6 +107,8 @@ def running_cluster(
     command += ["--model", str(model)] if model is not None else []
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         log = Path(folder) / "stderr.log"
+        if not any(argument.startswith("--log-dir") for argument in arguments):
+            command.append(f"--log-dir={folder}")
         with log.open("w") as stderr:
             process = subprocess.Popen(
                 [*command, *arguments],
@@ -112,7 +120,16 @@ def running_cluster(
             )
         try:
             addresses = _wait_until_ready(process, log)
-            yield Cluster(f"{addresses['http']}", addresses["grpc"], process, log)
+            cluster = Cluster(addresses["http"], addresses["grpc"], process, log)
+            running.append(cluster)
+            try:
+                yield cluster
+            except Exception as error:
+                for path in sorted(Path(folder).glob("*.log")):
+                    error.add_note(f"{path.name}:\n{path.read_text()[-LOG_CHARACTERS:]}")
+                raise
+            finally:
+                running.remove(cluster)
         finally:
             _stop(process, log)
 

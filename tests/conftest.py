@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
+from tests.failure_details import cluster_states, log_tails
 from tests.fake_api import FakeApi
 from tests.waiting import HANG_LIMIT_S
 
@@ -88,6 +89,16 @@ VARIANTS = {
     "qwen3-qk-norm": Variant("Qwen3", {"head_dim": 32}),
     "qwen3-tied-bias": Variant("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Adds the logs of the test's processes to a failure, while fixtures still keep these alive."""
+    report = yield
+    if report.failed:
+        folder = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined] # no public name
+        report.sections += [*cluster_states(), *log_tails(folder, call.start)]
+    return report
 
 
 @pytest.fixture(scope="session")

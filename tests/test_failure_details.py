@@ -1,0 +1,33 @@
+"""A failed test shows the logs of its processes, of those that have died too."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.failure_details import MAX_LINES, log_tails
+from tests.waiting import HANG_LIMIT_S, wait_until
+
+PROGRAM = "import sys; print('begun', flush=True); print('bad', file=sys.stderr, flush=True); sys.stdin.read()"
+
+
+def test_the_outputs_of_a_living_process(tmp_path: Path) -> None:
+    command, log = [sys.executable, "-c", PROGRAM], tmp_path / "output"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True) as process,
+    ):
+        wait_until(lambda: "bad" in log.read_text())
+        assert (f"log {log}", "begun\nbad") in log_tails(tmp_path, time.time())
+        process.communicate("", timeout=HANG_LIMIT_S)
+
+
+def test_the_last_lines_of_a_dead_process_and_nothing_older(tmp_path: Path) -> None:
+    (tmp_path / "old.log").write_text("of an earlier test")
+    began_s = (tmp_path / "old.log").stat().st_mtime + 1e-3
+    while time.time() < began_s:
+        pass
+    lines = [f"line {number}" for number in range(2 * MAX_LINES)]
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "worker-0" / "log").write_text("\n".join(lines))
+    assert list(log_tails(tmp_path, began_s)) == [(f"log {tmp_path}/worker-0/log", "\n".join(lines[-MAX_LINES:]))]
