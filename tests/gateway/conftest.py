@@ -474,7 +474,7 @@ async def make_system(
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(**settings: Any) -> System:
-            defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
+            defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": HANG_LIMIT_S}
             defaults["linger_s"] = 0.0  # nobody asks whether it is ready
             defaults["local_prefill_tokens"] = 0  # scripted workers have their parts
             # On a busy machine, streams would have comments, and statuses that errors do not change.

@@ -56,7 +56,7 @@ def models_file(folders, tmp_path):
 
 @pytest.fixture
 def two_models(make_system, models_file):
-    async def make(*, after_s=0.1, chain=("small",), large=None, small=None, **settings):
+    async def make(*, after_s=HANG_LIMIT_S, chain=("small",), large=None, small=None, **settings):
         named = {"aliases": ["default", "gpt-4"], "fallback": list(chain), "fallback_after_s": after_s}
         large = named | (large or {})
         others = {name: {} for name in chain if name != "small"}
@@ -406,7 +406,7 @@ async def test_an_answer_that_is_as_short_already_has_no_shorter_one(two_models,
 
 
 async def test_a_kept_answer_goes_before_all_others(two_models, worker_type):
-    system = await two_models(large={"fallback_kept": True})
+    system = await two_models(after_s=0.1, large={"fallback_kept": True})
     script, small = Answering(LARGE_ANSWER), await add_decode(system, worker_type, "small", refuses)
     is_full = False
 

@@ -1,4 +1,4 @@
-"""The log line of a request and its trace agree on where the time went."""
+"""The log line of a request, its attributes, and its phases agree on its times."""
 
 import pytest
 
@@ -16,3 +16,11 @@ async def test_the_log_has_the_same_phases(system, spans, caplog):
     assert line.transfer_ms == pytest.approx(spent_ms["kv_transfer"], abs=2)
     assert line.decode_ms == pytest.approx(spent_ms["decode"], abs=2)
     assert line.total_ms == pytest.approx(sum(spent_ms.values()), abs=2)
+
+
+async def test_the_time_to_the_first_token_is_the_sum_of_the_phases_before_it(system, spans):
+    await system.chat("a prompt", max_tokens=50)
+    request, trace = await trace_of(system, spans)
+    spent = sums_of(phases_of(request, trace))
+    before_s = spent["queue"] + spent["route"] + spent["prefill"]
+    assert request.attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(before_s, abs=1e-3)
