@@ -115,7 +115,7 @@ class LinkSlots(Generic[L]):
     async def _wait_change(self) -> None:
         self._has_changed.clear()
         with contextlib.suppress(TimeoutError):
-            # A retired Link on which a transfer has begun since is no change that anybody reports.
+            # No event reports that a transfer has begun on a Link that was asked to end.
             async with asyncio.timeout(LOOK_S):
                 await self._has_changed.wait()
 

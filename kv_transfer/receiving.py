@@ -114,7 +114,10 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         # Opened now, so that a port that is taken ends the start, and operators can try the port before a sender does.
         self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "")
         self.network_address = ""
-        """host:port where senders on other hosts open the payload channel. Empty if no transport leaves the host."""
+        """host:port where senders on other hosts open the payload channel.
+
+        Empty if no transport leaves the host, or if NCCL is the only one and no port is set.
+        """
         if self._on_port and (self._address.port or self._on_port in HOST_NETWORK):
             self.network_address = self._advertised(self._listener(self._on_port).address, self._on_port)
 
