@@ -172,7 +172,7 @@ class SendLinks:
     async def _open_link(self, key: LinkKey) -> None:
         """Makes a Link that no request waits for. Raises what `ask` does.
 
-        There is none yet: as long as `_retries` has a failure of the receiver, `_link_to` makes none.
+        It cannot replace a Link: `_link_to` makes no Link while `_retries` has a failure of the receiver.
         """
         link = await self._make(key)
         if self._is_closed:
