@@ -90,7 +90,7 @@ class LinkDoubts:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 measured = await self._probe(receiver.key, receiver.transport)
-        except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        except (TandemError, grpc.aio.AioRpcError, TimeoutError) as error:
             logger.debug("the link to %s could not be tried: %s", receiver_id, error)
             measured = Measured()
         if not measured.rounds:

@@ -1,6 +1,6 @@
-"""Retries, in the background, Links that could not be opened and took long to fail, so that no request waits for that.
+"""Retries Links in the background after a slow failure or an unreachable payload channel.
 
-Belongs to one event loop.
+No request waits for a retry. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ class _Failure:
 class LinkRetries:
     """Receivers to which no Link can be opened now. `open_link` opens one and raises what that raises."""
 
-    def __init__(self, open_link: Callable[[LinkKey], Awaitable[None]], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        open_link: Callable[[LinkKey], Awaitable[None]],
+        *,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
         self._open_link = open_link
         self._clock = clock
+        self._sleep = sleep
         self._failures: dict[LinkKey, _Failure] = {}
 
     def error_for(self, key: LinkKey) -> PeerUnreachable | None:
@@ -63,7 +70,7 @@ class LinkRetries:
         delay_s = FIRST_RETRY_S
         try:
             while self._clock.monotonic() - failure.wanted_s < FORGET_S:
-                await asyncio.sleep(delay_s)
+                await self._sleep(delay_s)
                 try:
                     await self._open_link(key)
                 except LinkRefused:

@@ -22,12 +22,15 @@ class SlotHolder(Protocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        """Time of the end of its last transfer, or None while a transfer runs."""
+        """Time of the end of its last transfer or of the last request to end, or None while a transfer runs."""
         ...
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the Link is lost, or its sender was asked to end it and has begun no transfer since."""
+        """Whether the Link is expected to end soon.
+
+        It is lost, or its sender was asked to end it less than ROOM_TIMEOUT_S ago and has begun no transfer since.
+        """
         ...
 
     def retire(self) -> None:
@@ -115,7 +118,7 @@ class LinkSlots(Generic[L]):
     async def _wait_change(self) -> None:
         self._has_changed.clear()
         with contextlib.suppress(TimeoutError):
-            # A retired Link on which a transfer has begun since is no change that anybody reports.
+            # No event reports that a transfer has begun on a Link that was asked to end.
             async with asyncio.timeout(LOOK_S):
                 await self._has_changed.wait()
 

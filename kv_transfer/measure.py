@@ -34,7 +34,7 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.wire import MalformedMessage, from_wire, to_wire
 from protos import link_pb2
-from services.runtime.errors import TransferFailed, WorkerUnavailable
+from services.runtime.errors import TransferFailed
 from services.runtime.rpc import write_if_open
 from services.scheduling.links import Carried, LinkOpinion
 
@@ -191,7 +191,7 @@ class _Probe:
         await write_if_open(call, to_wire(hello))
         wire = await call.read()
         if not isinstance(wire, link_pb2.LinkMessage):
-            raise WorkerUnavailable("the receiver ended the probe")
+            raise TransferFailed("the receiver ended the probe")
         match from_wire(wire):
             case HelloAck() as ack if ack.transport in hello.transports:
                 return ack

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kv_transfer.link_end import LinkEnd, LinkSetup
+from kv_transfer.link_slots import ROOM_TIMEOUT_S
 from kv_transfer.page_bytes import Destination
 from kv_transfer.protocol.actions import (
     AbandonPages,
@@ -35,7 +36,7 @@ from kv_transfer.receive_thread import FramePlacer
 from kv_transfer.transports.base import AnyReceiveChannel
 from kv_transfer.wire import MalformedMessage, from_wire, tick_until_cancelled
 from protos import link_pb2
-from services.runtime.errors import InvariantViolated, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import InvariantViolated, TandemError, TransferFailed
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,19 @@ class ReceiveLink(LinkEnd):
 
     @property
     def idle_since_s(self) -> float | None:
-        """Time of the end of its last transfer, or None while a transfer runs."""
+        """Time of the end of its last transfer or of the last request to end, or None while a transfer runs."""
         return self._last_used_s if self._machine.is_idle else None
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the Link is lost, or its sender was asked to end it and has begun no transfer since."""
-        return self._machine.lost is not None or self._machine.is_retiring
+        """Whether the Link is lost, or its sender is about to end it; see `SlotHolder`."""
+        if self._machine.lost is not None:
+            return True
+        return self._machine.is_retiring and self._now() - self._last_used_s < ROOM_TIMEOUT_S
 
     def retire(self) -> None:
-        """Asks the sender to end the Link, if it is idle."""
+        """Asks the sender to end the Link, if it is idle. Counts as a use, so that other Links are asked next."""
+        self._last_used_s = self._now()
         self._perform(self._machine.retire())
 
     def start(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
@@ -251,7 +255,7 @@ class ReceiveLink(LinkEnd):
         self._works.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the %s contradicts itself", self._name, exc_info=error)
-            self.fail(WorkerUnavailable("the Link broke"))
+            self.fail(TransferFailed("the Link broke"))
         self._end_when_idle()
 
     def _on_task_ended(self, task: asyncio.Task[None]) -> None:
@@ -260,8 +264,8 @@ class ReceiveLink(LinkEnd):
             self._counters.count(Reason.PROTOCOL_VIOLATION)
         if error is not None and not isinstance(error, TandemError):
             logger.error("a task of the Link failed", exc_info=error)
-            error = WorkerUnavailable("the Link broke")
-        self.fail(error or WorkerUnavailable("the sender ended the Link"))
+            error = TransferFailed("the Link broke")
+        self.fail(error or TransferFailed("the sender ended the Link"))
 
     def _on_placer_ended(self, error: TandemError) -> None:
         # The sender may have felt it, and ended the Link, before we hear of it here.

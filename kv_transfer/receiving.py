@@ -6,9 +6,10 @@ What happens on a Link is in `receive_link`. Belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -41,8 +42,10 @@ from services.runtime.errors import (
     InvariantViolated,
     LayoutMismatch,
     LinkRefused,
+    PeerUnreachable,
     StaleIncarnation,
     TandemError,
+    TransferFailed,
     WorkerUnavailable,
 )
 
@@ -114,7 +117,10 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         # Opened now, so that a port that is taken ends the start, and operators can try the port before a sender does.
         self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "")
         self.network_address = ""
-        """host:port where senders on other hosts open the payload channel. Empty if no transport leaves the host."""
+        """host:port where senders on other hosts open the payload channel.
+
+        Empty if no transport leaves the host, or if NCCL is the only one and no port is set.
+        """
         if self._on_port and (self._address.port or self._on_port in HOST_NETWORK):
             self.network_address = self._advertised(self._listener(self._on_port).address, self._on_port)
 
@@ -173,22 +179,19 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             yield to_wire(abort_of(None, refusal))
             return
         with self._slots.opening():
+            self._check_open()  # `close` may have run while `claim` waited.
             terms, ack = self._terms_for(hello)
-            listener = self._listeners[ack.transport]
-            opening = listener.expect(channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes))
-            try:
+            with self._expected(hello, ack) as opening:
                 yield to_wire(ack)
                 channel = await self._await_channel(opening)
-            except BaseException:
-                _withdraw(opening)
-                raise
+                self._check_open()
             link = self._begin(hello, ack.transport, terms, channel)
         try:
             link.start(requests)
             async for wire in link.outbox:
                 yield wire
         finally:
-            link.fail(WorkerUnavailable("the sender ended the Link"))
+            link.fail(TransferFailed("the sender ended the Link"))
 
     async def Probe(
         self,
@@ -205,30 +208,39 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
                     yield to_wire(abort_of(None, refusal))
                     return
                 _, ack = self._terms_for(hello)
-                ring = RingSpec(ack.ring_slots, ack.ring_slot_bytes)
-                opening = self._listeners[ack.transport].expect(channel_key(hello, ack), ring)
-                try:
+                with self._expected(hello, ack) as opening:
                     yield to_wire(ack)
                     channel = await self._await_channel(opening)
-                except BaseException:
-                    _withdraw(opening)
-                    raise
-                async for probed in answer_rounds(channel, ring):
+                async for probed in answer_rounds(channel, _ring_of(ack)):
                     yield probed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerUnavailable("the receiving worker is shutting down")
+
+    @contextlib.contextmanager
+    def _expected(self, hello: Hello, ack: HelloAck) -> Iterator[Future[AnyReceiveChannel]]:
+        """Expects the sender's channel. On an error, withdraws the offer or closes the channel."""
+        opening = self._listeners[ack.transport].expect(channel_key(hello, ack), _ring_of(ack))
+        try:
+            yield opening
+        except BaseException:
+            _withdraw(opening)
+            raise
 
     async def _await_channel(self, opening: Future[AnyReceiveChannel]) -> AnyReceiveChannel:
         try:
             async with asyncio.timeout(self._setup.timeouts.connect_s):
                 return await asyncio.wrap_future(opening)
         except TimeoutError:
-            raise WorkerUnavailable("the sender did not open its channel in time") from None
+            raise PeerUnreachable("the sender did not open its channel in time") from None
 
     async def _receive_hello(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> Hello:
         try:
             async with asyncio.timeout(self._setup.timeouts.connect_s):
                 hello = from_wire(await anext(requests))
         except (TimeoutError, StopAsyncIteration):
-            raise WorkerUnavailable("the sender did not introduce itself in time") from None
+            raise PeerUnreachable("the sender did not introduce itself in time") from None
         except MalformedMessage:
             self.counters.count(Reason.PROTOCOL_VIOLATION)
             raise
@@ -319,6 +331,10 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         logger.info("handoff channel %s from %s", transport, hello.worker_id)
         note_arithmetic(self._layout, hello.layout, hello.worker_id)
         return link
+
+
+def _ring_of(ack: HelloAck) -> RingSpec:
+    return RingSpec(ack.ring_slots, ack.ring_slot_bytes)
 
 
 def _withdraw(opening: Future[AnyReceiveChannel]) -> None:

@@ -170,18 +170,22 @@ class SendLinks:
             improving.add_done_callback(self._improving.discard)
 
     async def _open_link(self, key: LinkKey) -> None:
-        """Makes a Link that no request waits for, unless there is one. Raises what `ask` does."""
-        if key in self._links:
-            return
+        """Makes a Link that no request waits for. Raises what `ask` does.
+
+        It cannot replace a Link: `_link_to` makes no Link while `_retries` has a failure of the receiver.
+        """
         link = await self._make(key)
-        if key in self._links or self._is_closed:
+        if self._is_closed:
             link.retire()
             return
         self._put(key, link)
         self._note_link(key, link)
 
     async def _dial(self, key: LinkKey) -> SendLink:
-        """Makes a Link for a request. One that takes long to fail is tried again in the background."""
+        """Makes a Link for a request.
+
+        Retries in the background after a slow failure or if the payload channel is unreachable.
+        """
         start_s = self._clock.monotonic()
         try:
             return await self._make(key)
@@ -227,7 +231,7 @@ class SendLinks:
             if best == link.transport or not self._is_current(key, link):
                 return
             better = await self._make(key)
-        except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the last: its call has ended
+        except (TandemError, grpc.aio.AioRpcError) as error:
             logger.info("the channels to %s were not measured, or not changed: %s", key[0], error)
             return
         if better.is_lost or better.transport == link.transport or not self._is_current(key, link):

@@ -24,15 +24,15 @@ from gateway.requests.call import AcceptedCall, AnswerSpec
 from gateway.requests.delivery import FastPath
 from gateway.types import Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import Overloaded, PeerUnreachable, TandemError, WorkerUnavailable, forget_frames
+from services.runtime.errors import Overloaded, TandemError, TransferFailed, WorkerUnavailable, forget_frames
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose models had no room."""
 
 Stream = AsyncGenerator[Delta, None]
 
-FALLS_BACK = (Overloaded, PeerUnreachable, WorkerUnavailable)
-"""The failures for which another model may stand in. Others are the request's own, or nothing that is known to pass."""
+FALLS_BACK = (Overloaded, TransferFailed, WorkerUnavailable)
+"""Failures after which another model may answer: its workers can have room, or a working path between them."""
 
 
 class Runs(Protocol):
@@ -97,7 +97,7 @@ async def begun(
         if refusal.instead is None:
             raise first_failure
         specs = refusal.instead
-        reason = "unavailable" if isinstance(first_failure, WorkerUnavailable) else "overloaded"
+        reason = "overloaded" if isinstance(first_failure, Overloaded) else "unavailable"
         is_kept = bool(specs[0].emitted_token_ids)
         answering, limit = specs[0].model, ""
         if is_kept:

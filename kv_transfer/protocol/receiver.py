@@ -13,7 +13,7 @@ from kv_transfer.protocol.actions import (
     Supersede,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import error_from
+from kv_transfer.protocol.failures import peer_error_from
 from kv_transfer.protocol.fence import Fence
 from kv_transfer.protocol.frames import ChunkLost, PlacementEvent
 from kv_transfer.protocol.messages import (
@@ -32,7 +32,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.receiver_transfer import LinkTerms, ReceiverState, ReceiverTransfer, place_for
 from kv_transfer.protocol.timing import Liveness, Timeouts
-from services.runtime.errors import TandemError, TransferFailed, TransferStalled, WorkerUnavailable
+from services.runtime.errors import TandemError, TransferFailed, TransferStalled
 
 # Wrong checksums that one channel may deliver before it is given up for all transfers.
 MAX_CHECKSUM_MISMATCHES = 3
@@ -85,7 +85,7 @@ class ReceiverLink:
                 return self._on_abort(message)
             case _:
                 self._counters.count(Reason.PROTOCOL_VIOLATION)
-                return [FailLink(WorkerUnavailable(f"the sender sent {type(message).__name__} out of turn"))]
+                return [FailLink(TransferFailed(f"the sender sent {type(message).__name__} out of turn"))]
 
     def reserved(self, transfer_id: TransferId, num_pages: int, num_cached_tokens: int) -> list[Action]:
         """Answer to ReservePages."""
@@ -153,7 +153,7 @@ class ReceiverLink:
             return []
         if self._liveness.is_silent(now):
             self._counters.count(Reason.PEER_SILENT)
-            return [FailLink(WorkerUnavailable("the sender fell silent"))]
+            return [FailLink(TransferFailed("the sender fell silent"))]
         if self._is_stalled(now, num_frames_seen):
             self._counters.count(Reason.CHANNEL_BROKEN)
             return [FailLink(TransferStalled("the channel owes pages and does not move"))]
@@ -216,7 +216,7 @@ class ReceiverLink:
             return self._step(message.id, transfer.on_abort(message))
         if self._fence.is_committed(message.id):
             # It crossed our Committed: for the sender, and the caller that asked it, the transfer has failed.
-            return [AbandonPages(message.id, error_from(message)), Send(AbortAck(message.id))]
+            return [AbandonPages(message.id, peer_error_from(message)), Send(AbortAck(message.id))]
         # It may overtake nothing on the Link, so a Reserve of this attempt that comes later is a replay.
         self._fence.close(message.id)
         return [Send(AbortAck(message.id))]

@@ -22,7 +22,7 @@ from kv_transfer.protocol.actions import (
     Send,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import abort_of, error_from
+from kv_transfer.protocol.failures import abort_of, peer_error_from
 from kv_transfer.protocol.frames import ChunkLost, ChunkPlaced, ChunkRevoked, PlacementEvent
 from kv_transfer.protocol.messages import (
     Abort,
@@ -198,7 +198,7 @@ class ReceiverTransfer:
     def on_abort(self, message: Abort) -> list[Action]:
         """The sender gave up. It is told when nothing is held for it."""
         self._owes_ack = True
-        error = error_from(message)
+        error = peer_error_from(message)
         if self.state is ReceiverState.COMMITTING:
             self._given_up = self._given_up or error
             return []

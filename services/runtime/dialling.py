@@ -22,7 +22,7 @@ STAGGER_S = 0.25
 """Delay after which the next address is tried while the previous attempts are still pending, in seconds."""
 
 REPEAT_S = 0.3
-"""Delay after which all silent addresses are tried once more, so that a lost packet does not cost a second."""
+"""Interval at which silent addresses are tried again, in seconds, so that a lost packet does not cost a second."""
 
 _AddressInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
 Resolve: TypeAlias = Callable[[str, int], Iterable[_AddressInfo]]

@@ -34,7 +34,7 @@ class LostLines:
 
 
 lost = LostLines()
-"""Those of this process."""
+"""The lost log lines of this process."""
 
 
 class _Handler(logging.StreamHandler[TextIO]):

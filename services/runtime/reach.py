@@ -20,20 +20,20 @@ OTHER_NAME = Obstacle(
     "give it a certificate that names this host, or set --advertise-host to a name in the certificate",
 )
 NO_TLS = Obstacle(
-    "it does not speak TLS, and this gateway does",
+    "it does not speak TLS, and the caller does",
     "start it with --tls-cert, --tls-key and --tls-ca, as the other processes of the cluster",
 )
 CLOSED_TO_TLS = Obstacle(
-    "it ends the connection before it is set up: it does not believe this gateway's certificate",
+    "it ends the connection before it is set up: it does not believe the caller's certificate",
     "give both certificates that were signed by the same CA (--tls-ca)",
 )
 CLOSED_TO_PLAIN = Obstacle(
-    "it ends the connection before it is set up: it may want TLS, which this gateway does not speak with workers",
+    "it ends the connection before it is set up: it may want TLS, which the caller does not use",
     "give the gateway --tls-cert, --tls-key and --tls-ca too, or start the worker without them",
 )
 EXPIRED = Obstacle("its certificate has expired", "renew it: the files are read again without a restart")
 OTHER_CA = Obstacle(
-    "its certificate was not signed by this gateway's CA", "give both the same --tls-ca and certificates of that CA"
+    "its certificate was not signed by the caller's CA", "give both the same --tls-ca and certificates of that CA"
 )
 REFUSED = Obstacle(
     "the connection is refused: nothing listens there",

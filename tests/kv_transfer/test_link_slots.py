@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,10 +16,12 @@ from kv_transfer.link_slots import KEPT_FREE, LinkSlots
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.send_link import SendLink
 from kv_transfer.sending import SendLinks
+from kv_transfer.transports.base import AnyReceiveChannel
 from services.engine.cache.pages import PageAllocator
-from services.runtime.errors import LinkRefused
+from services.runtime.clock import ManualClock
+from services.runtime.errors import LinkRefused, TransferFailed
 from tests.kv_transfer.conftest import Pair, PairMaker, identity
-from tests.waiting import until
+from tests.waiting import HANG_LIMIT_S, until
 
 SenderMaker = Callable[[], Pair]
 
@@ -107,6 +110,11 @@ async def test_a_link_on_which_a_transfer_has_begun_is_replaced_by_another_one()
 # --- real Links ---
 
 
+def ignore_retire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Senders do not end a Link when they are asked to."""
+    monkeypatch.setattr(SendLink, "retire", lambda self: None)
+
+
 @pytest.fixture
 async def one_link(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SenderMaker]:
     """Makes senders of a receiver that accepts one Link."""
@@ -164,6 +172,57 @@ async def test_a_transfer_that_begins_while_its_idle_link_is_asked_to_end_contin
     await transfer.seal(num_tokens=16, first_token_id=7, sampling_position=17)
     assert sender.receiver._links == (receive_link,)
     assert not receive_link.is_leaving
+
+
+async def test_a_link_whose_sender_does_not_end_it_counts_as_leaving_for_a_limited_time(
+    one_link: SenderMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, clock = one_link(), ManualClock()
+    await sender.assert_works()
+    (receive_link,) = sender.receiver._links
+    ignore_retire(monkeypatch)
+    monkeypatch.setattr(receive_link, "_now", clock.monotonic)
+    for _ in range(2):
+        receive_link.retire()
+        assert receive_link.idle_since_s == clock.monotonic(), "Links that were not asked yet are asked next"
+        clock.advance(link_slots.ROOM_TIMEOUT_S - 0.1)
+        assert receive_link.is_leaving
+        clock.advance(0.1)
+        assert not receive_link.is_leaving
+
+
+@pytest.mark.parametrize("moment", ["claim", "channel"])
+async def test_a_receiver_that_closes_while_a_link_is_made_opens_none(
+    one_link: SenderMaker, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    first, second = one_link(), one_link()
+    receiver, has_opened, may_continue = first.receiver, asyncio.Event(), asyncio.Event()
+    await_channel = receiver._await_channel
+
+    async def hold(opening: Future[AnyReceiveChannel]) -> AnyReceiveChannel:
+        channel = await await_channel(opening)
+        has_opened.set()
+        await may_continue.wait()
+        return channel
+
+    if moment == "claim":
+        await first.assert_works()
+        ignore_retire(monkeypatch)
+        monkeypatch.setattr(link_slots, "ROOM_TIMEOUT_S", HANG_LIMIT_S)
+        asking = asyncio.create_task(second.reserve(16))
+        await until(lambda: receiver._slots._num_waiting == 1)
+    else:
+        monkeypatch.setattr(receiver, "_await_channel", hold)
+        asking = asyncio.create_task(second.reserve(16))
+        await has_opened.wait()
+    await receiver.close()
+    may_continue.set()
+    with pytest.raises(TransferFailed) as failed:
+        await asking
+    if moment == "claim":
+        assert "the receiving worker is shutting down" in failed.value.message
+    assert not receiver._links
+    assert not receiver._listeners
 
 
 async def test_a_transfer_is_begun_anew_on_another_link_if_its_own_retires_just_before(

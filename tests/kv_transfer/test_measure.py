@@ -8,6 +8,7 @@ import logging
 import time
 from typing import Any
 
+import grpc
 import pytest
 
 from kv_transfer import measure as probing
@@ -18,7 +19,7 @@ from kv_transfer.transports import registry
 from kv_transfer.transports.base import ChannelBroken, RingSpec
 from kv_transfer.transports.registry import transport_named
 from kv_transfer.wire import from_wire, to_wire
-from protos import link_pb2_grpc
+from protos import link_pb2, link_pb2_grpc
 from services.runtime.errors import ChannelUnreachable, LayoutMismatch, TransferFailed, WorkerUnavailable
 from services.runtime.rpc import make_channel
 from tests.kv_transfer.conftest import Pair, PairMaker, identity, make_pool
@@ -168,12 +169,36 @@ async def test_an_order_that_was_asked_for_is_kept_whatever_could_not_be_opened(
 
 async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: Any, **options: Any) -> probing.Measured:
-        raise WorkerUnavailable("the receiver ended the probe")
+        raise TransferFailed("the receiver ended the probe")
 
     monkeypatch.setattr(probing, "measure", fail)
     pair = await make_pair("auto")
     assert await measured_transport_of(pair) == "shm"
     assert not pair.links._dialler._measured
+
+
+class EndedCall:
+    """A call that the receiver has ended without an answer."""
+
+    async def write(self, message: link_pb2.LinkMessage) -> None:
+        pass
+
+    async def read(self) -> object:
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_receiver_that_ends_a_probe_does_not_make_the_sender_unavailable(make_pair: PairMaker) -> None:
+    pair = await make_pair("shm")
+
+    async def begin() -> Any:
+        return EndedCall()
+
+    dialler = pair.links._dialler
+    with pytest.raises(TransferFailed, match="the receiver ended the probe"):
+        await probing.measure(begin, dialler.hello(pair.incarnation, ("shm",)), dialler.open_channel)
 
 
 async def test_a_worker_that_leaves_does_not_wait_for_its_measurement(

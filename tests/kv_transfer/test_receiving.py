@@ -1,20 +1,25 @@
 """Where a receiver's channels listen, and what senders are told of it."""
 
 import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from kv_transfer.link_end import LinkSetup
+from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receiving import ChannelAddress, LinkReceiver, RingConfig
+from protos import link_pb2
+from services.runtime.errors import PeerUnreachable
 from tests.free_ports import free_port
 from tests.kv_transfer.conftest import Target, identity, make_pool
 
 
-def receiver_with(transport: str, **places: Any) -> LinkReceiver:
+def receiver_with(transport: str, *, timeouts: Timeouts | None = None, **places: Any) -> LinkReceiver:
     target = Target(make_pool(seed=2))
     return LinkReceiver(
-        LinkSetup(identity("decode-0"), target.pool, target.allocator, (transport,)),
+        LinkSetup(identity("decode-0"), target.pool, target.allocator, (transport,), timeouts or Timeouts()),
         target,
         address=ChannelAddress(**places),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000, device_slot_bytes=20_000),
@@ -61,3 +66,16 @@ async def test_with_auto_only_the_channel_between_hosts_has_the_port() -> None:
         assert receiver._advertised(shared, "shm") == shared
     finally:
         await receiver.close()
+
+
+async def test_a_sender_that_opens_no_link_is_unreachable_and_the_receiver_is_well() -> None:
+    async def nothing() -> AsyncIterator[link_pb2.LinkMessage]:
+        for message in ():
+            yield message
+
+    receiver = receiver_with("shm", timeouts=Timeouts(connect_s=0.0))
+    with pytest.raises(PeerUnreachable, match="did not introduce itself"):
+        await receiver._receive_hello(nothing())
+    with pytest.raises(PeerUnreachable, match="did not open its channel"):
+        await receiver._await_channel(Future())
+    await receiver.close()

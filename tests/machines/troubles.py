@@ -49,7 +49,7 @@ TROUBLES = (
     Trouble("no way to a worker", "unreachable", DECODE, DECODE, [GATEWAY], Conditions(is_cut=True)),
     Trouble(
         "large packets vanish",
-        "link",
+        "circuit",
         f"{PREFILL} to {DECODE}",
         PREFILL,
         [DECODE],
@@ -162,7 +162,7 @@ def _views(cluster: bed.Bed, wanted: tuple[str, str]) -> list[str]:
     faults = []
     for name, text in texts.items():
         word = f'tandem_troubles{{kind="{kind}"}}' if name == "metrics" else subject
-        lines = [line for line in text.splitlines() if word in line and (kind in line or name == "log")]
+        lines = [line for line in text.splitlines() if name == "log" or (word in line and kind in line)]
         sys.stdout.write("".join(f"  {name}: {line}\n" for line in lines[:2]))
         if not lines or (name == "metrics" and lines[0].endswith(" 0.0")):
             faults.append(f"{name} does not show it")
@@ -172,9 +172,15 @@ def _views(cluster: bed.Bed, wanted: tuple[str, str]) -> list[str]:
 
 
 def _said(cluster: bed.Bed, wanted: tuple[str, str]) -> list[str]:
-    """The gateway's log lines about a trouble."""
+    """The gateway's log lines about a trouble. For a blocked pair, they name its two workers."""
     lines = [line for line in cluster.lines(GATEWAY) if line.startswith("{")]
-    return [line for line in lines if (json.loads(line).get("kind"), json.loads(line).get("subject")) == wanted]
+    return [line for line in lines if _trouble_of(json.loads(line)) == wanted]
+
+
+def _trouble_of(record: dict[str, Any]) -> tuple[str, str]:
+    if record.get("message") in ("pair blocked", "pair unblocked"):
+        return "circuit", f"{record['prefill']} to {record['decode']}"
+    return record.get("kind", ""), record.get("subject", "")
 
 
 if __name__ == "__main__":

@@ -13,20 +13,27 @@ from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
 from gateway.types import Delta
 from services.runtime.clock import Deadline
-from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from tests.examples import examples
 from tests.waiting import HANG_LIMIT_S
 
-REFUSALS = {"full": Overloaded, "absent": WorkerUnavailable}
-ENDS = {"late": DeadlineExceeded, "torn": TransferFailed}
+REFUSALS = {"full": Overloaded, "absent": WorkerUnavailable, "torn": TransferFailed}
+ENDS = {"late": DeadlineExceeded, "broken": InternalError}
 NUM_TOKENS = 3
 
 
 class FakeModels:
     """`behaviours[model][choice]` says what becomes of an answer. Time passes only while no answer can move.
 
-    full, absent: refused. late, torn: fails otherwise. silent: no worker ever takes it. begins: a worker takes it and
-    it is answered. dies: a worker takes it and dies of it before the first token.
+    full, absent, torn: another model may answer. late, broken: fails otherwise. silent: no worker ever takes it.
+    begins: a worker takes it and it is answered. dies: a worker takes it and dies of it before the first token.
     """
 
     def __init__(self, behaviours, unable=()):
@@ -199,10 +206,10 @@ async def test_no_answer_mixes_models_and_none_is_left_behind(rows, unable):
         assert len(models.fallbacks) == len(tried) - 1
     # What one model has begun is left only where another of the call's answers failed, and before anybody saw it.
     for model in set(models.begun_by) - {tried[-1]}:
-        assert {"full", "absent", "dies"} & set(behaviours[model])
+        assert {*REFUSALS, "dies"} & set(behaviours[model])
     # A model is left only for a refusal, or because none of its answers was placed.
     for model in tried[:-1]:
-        assert {"full", "absent", "dies"} & set(behaviours[model]) or set(behaviours[model]) == {"silent"}
+        assert {*REFUSALS, "dies"} & set(behaviours[model]) or set(behaviours[model]) == {"silent"}
     last = set(behaviours[tried[-1]])
     if came is None:
         assert "silent" in last
@@ -230,6 +237,15 @@ async def test_what_the_first_model_said_is_what_the_call_fails_with():
     with pytest.raises(WorkerUnavailable, match="absent"):
         await answer(models, accepted_call(1, ("m1", "m2")))
     assert models.fallbacks == [("m0", "m1", "unavailable"), ("m0", "m2", "unavailable")]
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"), [("full", "overloaded"), ("absent", "unavailable"), ("torn", "unavailable")]
+)
+async def test_another_model_answers_if_the_first_has_no_room_no_workers_or_no_working_path(failure, reason):
+    models = FakeModels({"m0": [failure], "m1": ["begins"]})
+    assert await answer(models, accepted_call(1, ("m1",))) == ["m1"] * NUM_TOKENS
+    assert models.fallbacks == [("m0", "m1", reason)]
 
 
 @pytest.mark.parametrize("end", ENDS)

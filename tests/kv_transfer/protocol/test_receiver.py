@@ -656,6 +656,33 @@ def test_giving_up_what_is_not_known_is_nothing() -> None:
     assert failed(harness.link.abort(ID, RequestCancelled("x")))
 
 
+@pytest.mark.parametrize("end", ["out of turn", "silent"])
+def test_a_sender_at_fault_does_not_make_the_receiver_unavailable(end: str) -> None:
+    """A worker that reports WorkerUnavailable reports its own failure."""
+    harness = Harness()
+    if end == "out of turn":
+        (fail,) = harness.hear(Committed(ID))
+    else:
+        (fail,) = [harness.link.tick(tenth / 10, 0) for tenth in range(31)][-1]
+    assert isinstance(fail, FailLink)
+    assert type(fail.error) is TransferFailed
+
+
+@pytest.mark.parametrize("moment", ["before the commit", "during the commit", "after the commit"])
+def test_a_sender_that_is_unavailable_is_a_failed_transfer_here(moment: str) -> None:
+    harness = Harness()
+    harness.stream()
+    if moment != "before the commit":
+        harness.hear(seal())
+    if moment == "after the commit":
+        harness.link.committed(ID)
+    actions = harness.hear(Abort(ID, "WorkerUnavailable", "the prefill worker failed"))
+    if moment == "during the commit":
+        actions = harness.link.committed(ID)
+    errors = [action.error for action in actions if isinstance(action, ReleasePages | AbandonPages)]
+    assert [type(error) for error in errors] == [TransferFailed]
+
+
 def test_an_acknowledgement_ends_nothing() -> None:
     harness = Harness()
     harness.reserve()

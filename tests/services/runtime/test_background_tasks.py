@@ -18,8 +18,7 @@ from services.runtime.background_tasks import (
 )
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, StoreUnavailable
-
-HANG_S = 60
+from tests.waiting import HANG_LIMIT_S
 
 
 class Bench:
@@ -49,7 +48,7 @@ class Bench:
         await asyncio.Event().wait()
 
     async def until_steady(self) -> None:
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(HANG_LIMIT_S):
             await self.is_steady.wait()
 
 
@@ -147,7 +146,7 @@ async def test_a_canceled_loop_ends(bench: Bench, caplog: pytest.LogCaptureFixtu
     task = bench.tasks.start(bench.loop, name="look")
     await bench.until_steady()
     task.cancel()
-    await asyncio.wait((task,), timeout=HANG_S)
+    await asyncio.wait((task,), timeout=HANG_LIMIT_S)
     assert task.cancelled()
     assert not caplog.records
     assert bench.num_runs == 1
@@ -164,10 +163,10 @@ async def test_a_canceled_loop_ends_while_it_waits_for_its_restart(caplog: pytes
         raise ValueError
 
     task = BackgroundTasks(sleep=sleep).start(loop, name="look")
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await paused.wait()
     task.cancel()
-    await asyncio.wait((task,), timeout=HANG_S)
+    await asyncio.wait((task,), timeout=HANG_LIMIT_S)
     assert task.cancelled()
 
 
@@ -183,7 +182,7 @@ async def test_an_error_on_the_way_out_is_logged_and_nothing_is_restarted(
     task = bench.tasks.start(loop, name="look")
     await bench.until_steady()
     task.cancel()
-    await asyncio.wait((task,), timeout=HANG_S)
+    await asyncio.wait((task,), timeout=HANG_LIMIT_S)
     assert isinstance(task.exception(), StoreUnavailable)
     assert (bench.num_runs, [record.message for record in caplog.records]) == (
         1,
@@ -205,7 +204,7 @@ async def test_a_loop_that_returns_is_over(bench: Bench) -> None:
         bench.num_runs += 1
 
     task = bench.tasks.start(loop, name="look")
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(HANG_LIMIT_S):
         await task
     assert (bench.num_runs, bench.tasks.failing()) == (1, [])
 
@@ -217,7 +216,7 @@ async def test_a_broken_invariant_ends_the_process_and_restarts_nothing(
     bench.tasks.on_invariant_violated(ended.append)
     bench.errors = [InvariantViolated("a page is held twice")]
     task = bench.tasks.start(bench.loop, name="look")
-    await asyncio.wait((task,), timeout=HANG_S)
+    await asyncio.wait((task,), timeout=HANG_LIMIT_S)
     assert (bench.num_runs, ended) == (1, [task.exception()])
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
