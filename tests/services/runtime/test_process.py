@@ -205,8 +205,9 @@ def is_alive(pid: int) -> bool:
 def test_a_nice_process_lets_its_session_give_way_where_it_leads_one(leads_a_session):
     """One that was started in somebody's terminal must not slow down what else runs there."""
     code = (
-        "import os; from services.runtime import process; niceness = os.nice(0); before = process.AUTOGROUP.read_text(); process.be_nice(7); "
-        "print(os.nice(0) - niceness, process.AUTOGROUP.read_text() != before, process.AUTOGROUP.read_text().split()[-1])"
+        "import os; from services.runtime import process; niceness = os.nice(0); "
+        "before = process.AUTOGROUP.read_text(); process.be_nice(7); after = process.AUTOGROUP.read_text(); "
+        "print(os.nice(0) - niceness, after != before, after.split()[-1])"
     )
     # A session of its own around it, so that the one of the test is left alone in any case.
     command = [sys.executable, "-c", code]
