@@ -16,10 +16,8 @@ is reported separately.
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import os
-import pkgutil
 import statistics
 import subprocess
 import sys
@@ -33,12 +31,11 @@ from typing import Any
 
 import redis
 
-import services.cluster
 from benchmarks.gateway import _free_port
+from benchmarks.redis_scripts import scripts
 from benchmarks.soak_load import key_of, offer
 from benchmarks.soak_workers import NUM_MODELS, serve
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.redis_store import Script
 
 MODEL = Path(__file__).parent.parent / "demo" / "model"
 ITSELF = "benchmarks.gateway_soak"
@@ -189,7 +186,7 @@ def _minutes(
     minutes: int, client: "redis.Redis", redis_pid: int, gateway_pid: int, pauses: _Pauses
 ) -> Iterator[dict[str, float]]:
     """Prints and yields the figures of each minute."""
-    scripts = _scripts()
+    names = {script.digest: name for name, script in scripts().items()}
     print("minute  slowest command  longest pause  loop CPU  Redis CPU  resident")
     pauses.read()
     for minute in range(1, minutes + 1):
@@ -207,7 +204,7 @@ def _minutes(
         print(
             f"{minute:>6}{row['command_ms']:>14.2f} ms{row['pause_ms']:>12.1f} ms{pauses.cpu_s / elapsed_s:>10.1%}"
             f"{(_cpu_s(redis_pid) - redis_s) / elapsed_s:>11.1%}{row['resident_mib']:>8.1f} MiB"
-            f"  {_name(slow, scripts)}",
+            f"  {_name(slow, names)}",
             flush=True,
         )
         for stack, count in Counter(pauses.stacks).most_common(5):
@@ -215,21 +212,11 @@ def _minutes(
         yield row
 
 
-def _scripts() -> dict[str, str]:
-    """Returns the names of all scripts by their digests."""
-    found = {}
-    for module in pkgutil.iter_modules(services.cluster.__path__):
-        for name, value in vars(importlib.import_module(f"services.cluster.{module.name}")).items():
-            if isinstance(value, Script):
-                found[value.digest] = f"{module.name}.{name}"
-    return found
-
-
-def _name(slow: dict[str, Any] | None, scripts: dict[str, str]) -> str:
+def _name(slow: dict[str, Any] | None, names: dict[str, str]) -> str:
     if slow is None:
         return ""
     words = [word.decode(errors="replace") for word in slow["command"].split()[:2]]
-    return scripts.get(words[-1], " ".join(words)[:60])
+    return names.get(words[-1], " ".join(words)[:60])
 
 
 def _cpu_s(pid: int) -> float:

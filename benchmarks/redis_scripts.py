@@ -1,12 +1,12 @@
-"""How long each Lua script of the product holds Redis in a large cluster, next to the bound of 5 ms.
+"""Measures how long each Lua script of the product holds Redis in a large cluster, against the bound of 5 ms.
 
     python -m benchmarks.redis_scripts [--tenants 10000] [--workers 4000] [--batches 32000]
 
-A real Redis is filled with stored responses up to their quota, journals, batches, and workers that publish pages. Then
-each operation runs with the largest arguments that it accepts. The time is that of the execution inside Redis
-(SLOWLOG), without the network. Redis runs with real-time priority where that is permitted, so that other programs do
-not count. A hypervisor can still interrupt Redis, so each script runs in several rounds, and the slowest execution of
-the quietest round counts.
+It fills a real Redis with stored responses up to their quota, journals, batches, and workers that publish pages. Then
+it runs each operation with the largest arguments that the operation accepts. The time is the execution inside Redis
+(SLOWLOG), without the network. Redis runs with real-time priority if that is permitted, so that other programs do not
+delay it. A hypervisor can still interrupt Redis. Each script therefore runs in several rounds, and the slowest
+execution of the quietest round counts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ import redis
 
 import services.cluster
 from benchmarks.prefix_index import page_keys, record
+from gateway.topology.prefix_view import WORKERS_PER_LOOK
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
 from services.cluster.batch_scripts import Status
 from services.cluster.batches import BatchStore, Order, Result
+from services.cluster.change_log import LogReader
 from services.cluster.decision_board import DecisionBoard, ShownDecision
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import CHUNK_BYTES, FileStore, Room, new_id
@@ -40,7 +42,7 @@ from services.cluster.prefix_index import PrefixIndex, PrefixPublisher
 from services.cluster.quarantine import MAX_FINGERPRINTS, Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
-from services.cluster.registry import WorkerLease, list_leases
+from services.cluster.registry import WorkerLease, list_workers
 from services.cluster.secret import share_through
 from services.cluster.tenant_usage import TenantLimits
 from services.runtime.cluster_secret import Secrets
@@ -74,14 +76,14 @@ async def in_parallel(actions: Iterable[Callable[[], Awaitable[object]]]) -> Non
 
 
 class Cluster:
-    """What the filled Redis holds, as the product's own stores write it."""
+    """The content of the filled Redis, written by the product's own stores."""
 
     def __init__(self, url: str, settings: argparse.Namespace) -> None:
         self.url = url
         self.settings = settings
         self.store = Store(url, cluster=CLUSTER, timeout_s=30.0)
         self.owner = "owner-0"
-        """Tenant of the large things in this round."""
+        """Tenant of the large responses, batches, and journals of this round."""
         self.tenants = [f"tenant-{number}" for number in range(settings.tenants)]
         self.answers = AnswerStore(self.store, room=AnswerRoom(16 * 2**20, 64 * 2**20), life_s=3600.0)
         self.files = FileStore(self.store, room=Room(96 * 2**20, 192 * 2**20))
@@ -90,7 +92,7 @@ class Cluster:
         self.placements = PlacementStore(self.store)
 
     async def fill(self) -> None:
-        """Fills the quota of responses, and makes batches, journals, waiting responses and workers."""
+        """Fills the quota of responses, and creates batches, journals, pending responses, and workers."""
         answer_bytes = 60 * 2**20 // len(self.tenants) - 1024
         await in_parallel(lambda tenant=tenant: self.put(tenant, answer_bytes) for tenant in self.tenants)
         await in_parallel(lambda tenant=tenant: self.create(tenant) for tenant in self.tenants[:1000])
@@ -114,12 +116,12 @@ class Cluster:
         await self.answers.put(tenant, "resp_a", document=b"d" * num_bytes, input_items=b"[]")
 
     async def create(self, tenant: str, *, regions: str = "eu", body: bytes = b"{}") -> None:
-        """Stores a response that waits for a gateway."""
+        """Stores a pending background response."""
         order = BackgroundOrder("digest", "key", body, b"[]", True, regions=regions)
         await self.answers.create(tenant, "resp_w", order=order, document=b"{}", input_items=b"[]")
 
     async def batch(self, tenant: str) -> None:
-        """Makes a batch that waits for a gateway."""
+        """Creates a pending batch."""
         order = Order(tenant, "d" * 64, "/v1/completions", "file-input", 86_400, "24h")
         await self.batches.create(new_id("batch_"), order, output_id=new_id("file-"), error_id=new_id("file-"))
 
@@ -169,7 +171,7 @@ async def use_answers(cluster: Cluster) -> None:
 
 
 async def use_batches(cluster: Cluster) -> None:
-    """Works on a batch of 50,000 rows beside all others, and on a file of 64 MiB."""
+    """Runs a batch of 50,000 rows while all others are pending, and writes a file of 64 MiB."""
     files, batches = cluster.files, cluster.batches
     await cluster.batch(cluster.owner)
     for number in range(200):
@@ -222,7 +224,7 @@ async def use_batches(cluster: Cluster) -> None:
 
 
 async def use_journals(cluster: Cluster) -> None:
-    """Makes and writes the largest journals."""
+    """Creates and writes the largest journals."""
     large = journal(cluster.owner, b"c" * (4 * 2**20 - 400_000), num_choices=128)
     await cluster.journals.claim(Mode.JOIN, large)
     writer = JournalWriter(cluster.journals, on_taken_over=lambda record: None)
@@ -238,7 +240,7 @@ async def use_journals(cluster: Cluster) -> None:
 
 
 async def use_the_rest(cluster: Cluster) -> None:
-    """Runs what a gateway and a worker do beside requests."""
+    """Runs the commands that gateways and workers send without a request."""
     store = cluster.store
     placements = [Placement(f"req-{n}", 1, State.QUEUED, "gateway", began_unix_ns=10**18) for n in range(MAX_BATCH)]
     for _ in range(20):
@@ -258,7 +260,7 @@ async def use_the_rest(cluster: Cluster) -> None:
         limiter.hold(cluster.owner, limits, f"req-{number}")
     await limiter.close()
     for _ in range(5):
-        await list_leases(store)
+        await list_workers(store)
     lease = WorkerLease(cluster.url, cluster=CLUSTER, record=record("w-last"))
     lease._renew()
     lease._delete()
@@ -268,9 +270,15 @@ async def use_the_rest(cluster: Cluster) -> None:
     publisher.note(page_keys(2048, seed=7))
     publisher._publish()
     index = PrefixIndex(store)
-    await index.read("w-pages", 0)
-    with contextlib.suppress(TypeError, AttributeError):
-        await index.look({})
+    piece = await index.read("w-pages", 0)
+    assert piece is not None
+    log = LogReader()
+    while (await index.changed(log))[1] is None:
+        pass
+    publisher.note(page_keys(2048, seed=8))
+    publisher._publish()
+    workers = [f"w{number}" for number in range(min(WORKERS_PER_LOOK, cluster.settings.workers))]
+    await index.look({"w-pages": piece.position} | dict.fromkeys(workers))
     publisher._delete()
     leadership = Leadership(store, store.keys.autoscaler, holder="copy")
     await leadership.renew()

@@ -1,15 +1,14 @@
-"""Measures what a gateway that follows the registry and the published pages costs, by the number of workers.
+"""Measures the cost of following the registry and the published pages in a gateway, by number of workers.
 
     python -m benchmarks.registry [--workers 1000 4000] [--seconds 20]
 
-It starts a Redis, registers the workers with leases that outlast the run, and follows them as a gateway does, with
-nothing new. It prints the CPU time of Redis' process and of the event loop's thread, as shares of the elapsed time, and
-the commands that Redis ran.
+It starts a Redis, registers workers with leases that outlast the run, and follows them as a gateway does while nothing
+changes. It prints the CPU time of Redis and of the event loop's thread as shares of the elapsed time, and the number of
+commands per second.
 """
 
 import argparse
 import asyncio
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -88,7 +87,7 @@ async def follow(server: EmbeddedRedis, num_workers: int, seconds: float) -> Non
     view.start()
     await known.wait()
     read_s = time.perf_counter() - began_s
-    while view.is_stale or len(view.worker_ids) < num_workers:  # noqa: ASYNC110 - time makes it so
+    while view.is_stale or len(view.worker_ids) < num_workers:  # noqa: ASYNC110 - the view has no event to wait for
         await asyncio.sleep(0.1)
     before = _figures(server)
     await asyncio.sleep(seconds)
@@ -108,14 +107,13 @@ async def follow(server: EmbeddedRedis, num_workers: int, seconds: float) -> Non
 
 
 async def _watch(store: Store, num_workers: int, known: asyncio.Event) -> None:
-    async with contextlib.aclosing(watch_workers(store)) as memberships:  # type: ignore[type-var]
-        async for membership in memberships:
-            if len(membership.workers) == num_workers:
-                known.set()
+    async for membership in watch_workers(store):
+        if len(membership.workers) == num_workers:
+            known.set()
 
 
 def _figures(server: EmbeddedRedis) -> tuple[float, float, float, float]:
-    """Returns the time, the CPU time of Redis and of this thread, and the number of commands, those of scripts too."""
+    """Returns the time, the CPU times of Redis and this thread, and the number of commands, also in scripts."""
     fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     redis_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     with redis.Redis.from_url(server.url) as client:
