@@ -101,7 +101,7 @@ class Attempt:
         """The decode worker that the answer is to move to; empty: it stays, unless its worker leaves."""
         self.is_arriving = giver is not None
         """Whether the answer moves here, and its task has not taken note yet that it is generated here."""
-        self._giver = giver
+        self.giver = giver
         self._mailbox = mailbox
         self._tokens = tokens
         self._spare_prefills: list[PrefillSession] = []
@@ -119,18 +119,18 @@ class Attempt:
 
     async def admit(self, *, is_local_prefill: bool) -> None:
         """Asks the decode worker for capacity. Raises the error of its refusal or failure, or GiverFailed."""
-        if self._giver is None:
+        if self.giver is None:
             self._mailbox.clear()
         self._is_local = is_local_prefill
         self.decode.open(self.order.key, self._mailbox)
         self._at.add(self.decode)
         self._follow(Sign.ASK)
-        self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)
+        self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self.giver is not None)
         while True:
             await self._mailbox.wait()
             events = self._mailbox.events
             session, event = events[0]
-            if self._giver is not None and session is self._giver.session:
+            if self.giver is not None and session is self.giver.session:
                 raise GiverFailed
             events.popleft()
             if isinstance(event, Admitted):
@@ -149,10 +149,10 @@ class Attempt:
 
     def take_over(self, older: "Attempt") -> None:
         """Has the giver send its pages here; it belongs to this attempt from now on. Raises its failure."""
-        assert self._giver is not None
-        self._giver.session.hand_over(self._giver.key, next_attempt=self.order.key.attempt, decode=self.decode.peer)
+        assert self.giver is not None
+        self.giver.session.hand_over(self.giver.key, next_attempt=self.order.key.attempt, decode=self.decode.peer)
         older.hand_over()
-        self._at.add(self._giver.session)
+        self._at.add(self.giver.session)
         self._follow(Sign.TAKE_OVER)
 
     def hand_over(self) -> None:
@@ -213,7 +213,7 @@ class Attempt:
     @property
     def is_move(self) -> bool:
         """Whether the pages come from another decode worker."""
-        return self._giver is not None
+        return self.giver is not None
 
     @property
     def is_moving(self) -> bool:
@@ -224,7 +224,7 @@ class Attempt:
     @property
     def is_at_giver(self) -> bool:
         """Whether the worker that it moves away from has still to send its pages."""
-        return self._giver is not None and self._giver.session in self._at
+        return self.giver is not None and self.giver.session in self._at
 
     @property
     def can_pause(self) -> bool:
@@ -288,8 +288,8 @@ class Attempt:
                 self._leave(session)
         heard = self.facts.heard
         for session in self._at:
-            is_giver = self._giver is not None and session is self._giver.session
-            session.cancel(self._giver.key if is_giver and self._giver is not None else self.order.key, heard)
+            is_giver = self.giver is not None and session is self.giver.session
+            session.cancel(self.giver.key if is_giver and self.giver is not None else self.order.key, heard)
         self._at.clear()
         self._follow(Sign.CLOSE)
 
@@ -308,7 +308,7 @@ class Attempt:
                 take = FROM_DECODE[type(event)]
             elif session is self.prefill:
                 take = FROM_PREFILL[type(event)]
-            elif self._giver is not None and session is self._giver.session and session in self._at:
+            elif self.giver is not None and session is self.giver.session and session in self._at:
                 take = FROM_GIVER[type(event)]
             else:
                 continue  # It is of an attempt, or of a worker, that was left.
@@ -428,9 +428,9 @@ class Attempt:
         self._release_held()
 
     def _leave_giver(self) -> None:
-        assert self._giver is not None
-        self._at.discard(self._giver.session)
-        self._giver.session.close(self._giver.key)
+        assert self.giver is not None
+        self._at.discard(self.giver.session)
+        self.giver.session.close(self.giver.key)
 
     def _leave(self, worker: WorkerSession) -> None:
         """Leaves a worker that holds nothing of it; whatever it still says is dropped."""

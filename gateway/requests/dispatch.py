@@ -13,6 +13,7 @@ from typing import Protocol
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec, Call, RequestFacts
+from gateway.requests.move_paths import MovePaths
 from gateway.requests.pair_circuits import PairCircuits
 from gateway.requests.policies import Policies
 from gateway.requests.pulls import Pulls
@@ -85,6 +86,7 @@ class Dispatcher:
         self.watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self.watch.note_gpu)
         self.pairs = PairCircuits(topology, clock=clock)
+        self.move_paths = MovePaths(clock)
         topology.watch_leaving(self._note_leaving)
         self._last_lost: dict[str, str] = {}
         """The last incarnation of recently lost workers: a death is one error, however many attempts it ended."""
@@ -250,12 +252,16 @@ class Dispatcher:
             return False
         if request.max_num_tokens > min(taker.max_sequence_tokens, taker.pages_total * taker.page_size):
             return False
-        return taker.worker_id in self.allowed(request) and self._topology.can_take_over(taker.worker_id, giver.peer)
+        return taker.worker_id in self.allowed(request) and self._can_move(giver, taker)
 
     def takers(self, request: RunningAnswer, giver: DecodeSession) -> list[WorkerView]:
         """Returns the decode workers that an answer may move to with its pages."""
         views = [route.decode for route in self.routes(request)]
-        return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
+        return [view for view in views if self._can_move(giver, view)]
+
+    def _can_move(self, giver: DecodeSession, taker: WorkerView) -> bool:
+        is_blocked = self.move_paths.is_blocked(giver.peer.incarnation, taker.incarnation)
+        return not is_blocked and self._topology.can_take_over(taker.worker_id, giver.peer)
 
     def note_sent(self, request: RunningAnswer, route: Route) -> None:
         """Notes that workers took the request, and are about to have its prompt's pages."""

@@ -84,7 +84,10 @@ class Failover:
         self._metrics.retries.inc()
         reason = {"attempt": request.attempt_number, "reason": failure.message}
         logger.warning("attempt failed", extra={"request_id": request.spec.request_id, **reason})
-        if attempt is not None and attempt.is_move and not attempt.is_decoding:
+        if attempt is not None and attempt.giver is not None and not attempt.is_decoding:
+            if isinstance(failure, TransferFailed):
+                path = attempt.giver.session.peer, attempt.decode.peer
+                self._dispatcher.move_paths.failed(path, failure)
             return  # It ran well where it was, so the request has nothing to do with it.
         request.num_refusals += isinstance(failure, Unfit)
         check_refusals(failure, request.num_refusals, request_id=request.spec.request_id)

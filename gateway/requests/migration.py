@@ -51,6 +51,8 @@ class Moves:
         if attempt.is_arriving and attempt.is_decoding:
             attempt.is_arriving = False
             self.end(request)
+            if attempt.giver is not None:
+                self._dispatcher.move_paths.succeeded((attempt.giver.session.peer, attempt.decode.peer))
         is_late = asyncio.get_running_loop().time() >= request.next_move_at_s
         if attempt.stage is AttemptStage.PAUSING and attempt.wanted and is_late:
             attempt.unpause()

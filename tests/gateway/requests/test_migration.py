@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from gateway.requests.move_paths import MovePaths
 from protos import cluster_pb2, worker_pb2
-from services.runtime.errors import Overloaded, TransferFailed, WorkerUnavailable
+from services.runtime.clock import ManualClock
+from services.runtime.errors import ChannelUnreachable, Overloaded, TransferFailed, WorkerUnavailable
 
 READY = cluster_pb2.WORKER_STATE_READY
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -176,6 +178,45 @@ async def test_a_transfer_that_fails_is_an_ordinary_failover(system, worker_type
     assert (await request)["choices"][0]["token_ids"] == answer
     assert [attempt.request.from_decode for attempt in taker.attempts] == [True, False]
     await system.until(lambda: taker.attempts[0].key in taker.cancelled)
+
+
+async def test_an_answer_stays_rather_than_use_a_path_that_failed(system, worker_type, pair, answer, monkeypatch):
+    monkeypatch.setattr("gateway.requests.migration.TRY_AGAIN_S", 0.01)
+    paths = MovePaths(ManualClock())
+    monkeypatch.setattr(system.gateway.requests._dispatcher, "move_paths", paths)
+    offers = []
+
+    def is_blocked():
+        return paths.is_blocked(leaving.incarnation, taker.incarnation)
+
+    async def fails(attempt):
+        attempt.fail(ChannelUnreachable("its payload port is closed"))
+
+    async def takes_one(attempt):
+        offers.append(attempt.key)
+        if attempt.request.from_decode and offers[0] != attempt.key:
+            attempt.refuse(Overloaded("full"))
+        else:
+            await pair.decode(attempt)
+
+    requests = [asyncio.create_task(ask(system, seed=seed)) for seed in range(2)]
+    leaving = await begun(system, 2)
+    leaving.on_hand_over = fails
+    taker = await system.add(worker_type("decode", "decode-1", takes_one))
+    moves = system.gateway.requests._moves
+    offer = moves._offer
+
+    async def offered(*args):
+        assert not is_blocked(), "the answer is offered over a blocked path"
+        return await offer(*args)
+
+    monkeypatch.setattr(moves, "_offer", offered)
+    leaving.drain()
+    for request in requests:
+        assert (await request)["choices"][0]["token_ids"] == answer
+    assert is_blocked()
+    assert [attempt.request.from_decode for attempt in taker.attempts].count(False) == 1, "one of them stayed"
+    assert not system.gateway.requests._dispatcher.watch.circuits()
 
 
 async def test_death_of_the_taker_before_the_handover_leaves_the_answer_where_it_is(system, worker_type, pair, answer):
