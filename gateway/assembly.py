@@ -476,7 +476,9 @@ class Gateway:
                 if (is_ready := self.is_ready()) != was_ready:
                     was_ready = is_ready
                     await self._grpc.set_serving(is_ready, INFERENCE_SERVICE, rpc.READINESS)
-                    service_manager.tell_status("serving" if is_ready else "not ready: too few workers")
+                    service_manager.tell_status(
+                        "serving" if is_ready else "not ready: too few workers, or a failing task"
+                    )
 
     async def _follow_workers(self) -> None:
         watch = watch_workers(

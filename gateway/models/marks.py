@@ -1,6 +1,6 @@
 """Keeps the text of clients from becoming marks of the conversation, such as the tokens that begin a turn. Pure.
 
-A mark is an added token of the tokenizer: a text that is one token wherever it stands. Chat templates write marks. A
+A mark is an added token of the tokenizer that is special or contains a sign, such as `<`. Chat templates write marks. A
 client that could write one would write turns of other roles, so a mark in a client's string is encoded as plain text.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 _WORDS = re.compile(r"[\w\s]*")
-"""Added tokens of letters, digits, and white space extend the vocabulary. They are ordinary text, not marks."""
+"""Added tokens of letters, digits, underscores, and white space extend the vocabulary. They are text, not marks."""
 
 
 class Stretch(NamedTuple):

@@ -108,7 +108,7 @@ class ModelTokenizer:
         `more` is told to the template as it is, as far as it knows the names. With CONTINUES the token ids end where
         the text of the last message does, so that the answer continues it.
 
-        Added tokens of the template count as such. The same texts inside messages, tools, and `more` are encoded as
+        Marks of the template are encoded as added tokens. The same texts in messages, tools, and `more` are encoded as
         ordinary text, except reasoning marks in the content of an assistant's message. Raises InvalidRequest if the
         template refuses the messages.
         """

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_ERRORS = 2
 """Failed handoffs in a row that open a pair's circuit. A peer that cannot be reached opens it at once."""
+MAX_PROVEN = 16_384
+"""Maximum number of pairs that are known to have a Link. A gateway uses fewer pairs at a time."""
 WINDOW_S = 30.0
 """Maximum age of the first of these failures, in seconds. A handoff may take several seconds to fail."""
 
@@ -40,7 +42,7 @@ class PairCircuits:
         self._reasons: dict[Pair, str] = {}
         """The error that blocked each pair."""
         self._proven: dict[Pair, tuple[str, str]] = {}
-        """The incarnations of pairs whose last handoff succeeded: they have a Link."""
+        """The incarnations of the pairs whose last handoff succeeded, so that they have a Link. Latest last."""
 
     @property
     def has_blocked(self) -> bool:
@@ -67,6 +69,8 @@ class PairCircuits:
     def due_for_trial(self) -> list[Pair]:
         """Returns the blocked pairs in rotation that a trial should use now."""
         now_s = self._clock.monotonic()
+        for pair in self._reasons:  # Breakers that nothing touches are dropped, and then trials would have no outcome.
+            self._breakers.trip(pair, now_s)
         return [pair for pair in self._reasons if not self._breakers.shut([pair], now_s) and self._is_in_rotation(pair)]
 
     def begin_trial(self, attempt: "Attempt", prefill_id: str) -> None:
@@ -83,7 +87,10 @@ class PairCircuits:
         pair = prefill.worker_id, decode.worker_id
         if pair in self._reasons and pair not in attempt.probes:
             return  # The handoff began before the path failed. The next trial decides.
+        self._proven.pop(pair, None)
         self._proven[pair] = prefill.incarnation, decode.incarnation
+        if len(self._proven) > MAX_PROVEN:
+            del self._proven[next(iter(self._proven))]
         attempt.probes.discard(pair)
         self._breakers.forget(pair)
         if self._reasons.pop(pair, None) is not None:
@@ -112,8 +119,7 @@ class PairCircuits:
 
     def forget(self, worker_id: str) -> None:
         """Drops the circuits of a worker that has left."""
-        for pair in [pair for pair in {*self._proven, *self._reasons} if worker_id in pair]:
-            self._proven.pop(pair, None)
+        for pair in [pair for pair in self._breakers.known() if worker_id in pair]:
             self._reasons.pop(pair, None)
             self._breakers.forget(pair)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -124,22 +124,30 @@ class Rebalancer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._looking
 
-    def look(self) -> None:
-        """Decides which answers begin to move now, of each model at most `MOST_MOVES`."""
+    def pieces(self) -> Iterator[None]:
+        """Decides which answers begin to move now, at most `MOST_MOVES` of each model. Yields after each decision.
+
+        The decision about one move takes some milliseconds in a cluster of thousands of workers, and other tasks run
+        between two decisions.
+        """
         self._settle()
         self._num_seen = 0
         for model, policy in self._policies.items():
-            views, usable = self._dispatcher.decode_views(model)
             self._hot.pop(model, None)
+            for _ in range(MOST_MOVES):
+                views, usable = self._dispatcher.decode_views(model)
+                if len(views) < 2 or all(request.spec.model != model for request in self._answers()):
+                    break
+                has_move = self._look_at(model, policy, views, usable)
+                yield
+                if not has_move:
+                    break
             self._num_seen += len(views)
-            if len(views) > 1 and any(request.spec.model == model for request in self._answers()):
-                for _ in range(MOST_MOVES):
-                    if not self._look_at(model, policy, views, usable):
-                        break
 
     async def _look_for_ever(self) -> None:
         while True:
-            self.look()
+            for _ in self.pieces():
+                await asyncio.sleep(0)
             pause_s = LOOK_EVERY_S * max(1.0, self._num_seen / WORKERS_PER_LOOK)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - it is no secret
 

@@ -248,8 +248,9 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
     return found
 
 
-def seen_workers(members: Iterable[Member], ejected: Mapping[str, Found]) -> list[SeenWorker]:
-    """Returns the registered workers. `ejected` holds those that get no work because of their circuits."""
+def seen_workers(members: Iterable[Member], circuits: Mapping[str, Found]) -> list[SeenWorker]:
+    """Returns the registered workers. Those with a circuit get no work, except suspected workers."""
+    ejected = {worker_id for worker_id, found in circuits.items() if not found.cause.startswith(_SUSPECTED)}
     return [
         SeenWorker(member.record.id, member.record.incarnation, member.state, member.record.id in ejected)
         for member in members
@@ -286,6 +287,9 @@ def without_kernels(members: Iterable[Member]) -> Mapping[str, Found]:
         for member in members
         if member.record.kernels_error
     }
+
+
+_SUSPECTED = f"it {CIRCUIT_WORDS['suspected']}:"
 
 
 def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:

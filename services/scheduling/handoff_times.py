@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from services.scheduling.medians import median_without
+
 NUM_HANDOFFS = 3
 """Number of latest handoffs of a pair whose median is judged."""
 MAX_AGE_S = 10.0
@@ -52,18 +54,21 @@ class HandoffTimes:
             del self._times[pair]
 
     def slow(self, now_s: float) -> list[SlowPair]:
-        """Returns the pairs that are slow now, slowest first."""
-        recent = {pair: list(times) for pair, times in self._times.items() if now_s - times[0][0] <= MAX_AGE_S}
+        """Returns the pairs that are slow now, slowest first. Drops pairs without recent handoffs."""
+        for pair in [pair for pair, times in self._times.items() if now_s - times[-1][0] > MAX_AGE_S]:
+            del self._times[pair]
+        recent = {pair: times for pair, times in self._times.items() if now_s - times[0][0] <= MAX_AGE_S}
         ratios = {
             pair: median((took_s + FLOOR_S) / (expected_s + FLOOR_S) for _, took_s, expected_s in times)
             for pair, times in recent.items()
         }
+        in_order = sorted(ratios.values())
         found = []
         for pair, times in recent.items():
             late_s = median(took_s - expected_s for _, took_s, expected_s in times)
             if len(times) < NUM_HANDOFFS or late_s < MIN_LATE_S or ratios[pair] < SLOW_RATIO:
                 continue
-            others = median([ratio for other, ratio in ratios.items() if other != pair] or [1.0])
+            others = median_without(in_order, ratios[pair]) or 1.0
             if ratios[pair] >= SLOW_RATIO * others:
                 found.append(SlowPair(pair, ratios[pair], others, median(took_s for _, took_s, _ in times)))
         return sorted(found, key=lambda one: -one.ratio)

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from services.scheduling.medians import median_without
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed
 
 Reason = Literal["faster", "pages"]
@@ -39,6 +40,8 @@ MOST_ASKED = 8
 """The pairs of answer and taker that one look checks against what the cluster allows, which costs the most."""
 MOST_REFUSED = 7
 """After this many refusals in a row of a pair, its pause becomes no longer: about five minutes."""
+_ROUNDING_S = 1e-9
+"""Tolerance of sums whose terms are in another order, in seconds."""
 HOT_FACTOR = 2.0
 """A worker whose steps take this many times the median of the others' is a hot spot."""
 
@@ -160,10 +163,14 @@ class Rebalancing:
         self._forget(now_s)
         self.obstacles = {}
         self._num_asked = 0
+        seen = [(worker, worker.step_s() or worker.speed.overhead_s) for worker in workers]
+        least_s = min((least_s for _, least_s in seen), default=0.0)
         givers = sorted(workers, key=lambda worker: (not self._is_short(worker), -worker.step_s()))
         for giver in givers:
             reason: Reason = "pages" if self._is_short(giver) else "faster"
-            takers = self._takers(giver, workers, reason, now_s)
+            if least_s + giver.share_s(_mean_tokens(giver)) > self._most_s(giver, reason):
+                continue  # No worker is fast enough, which is so for most givers of a large cluster.
+            takers = self._takers(giver, seen, reason, now_s)
             move = self._best(giver, takers, around, reason) if takers else None
             if move is not None:
                 taker = next(worker for worker in takers if worker.worker_id == move.taker)
@@ -195,21 +202,29 @@ class Rebalancing:
         return lasts_s < self._settings.horizon_s
 
     def _takers(
-        self, giver: DecodeLoad, workers: Sequence[DecodeLoad], reason: Reason, now_s: float
+        self, giver: DecodeLoad, seen: Sequence[tuple[DecodeLoad, float]], reason: Reason, now_s: float
     ) -> list[DecodeLoad]:
-        """Returns the workers that could take an answer of mean length, the best first."""
-        if giver.num_sequences < 1 or len(workers) < 2:
+        """Returns the workers that could take an answer of mean length, best first.
+
+        `seen` holds each worker and the time of its step, or its overhead if it is idle: no step with one sequence more
+        is shorter than that and the sequence's share.
+        """
+        if giver.num_sequences < 1 or len(seen) < 2:
             return []
-        mean_tokens = giver.context_tokens // giver.num_sequences
+        is_pausing = now_s < self._next_at_s.get(giver.worker_id, now_s)
+        if is_pausing or giver.num_leaving >= self._settings.most_underway:
+            self.obstacles[giver.worker_id] = "pausing"
+            return []
+        mean_tokens = _mean_tokens(giver)
         most_s = self._most_s(giver, reason)
-        wanted = [w for w in workers if w is not giver and w.joined_s(giver, mean_tokens) <= most_s]
+        most_alone_s = most_s - giver.share_s(mean_tokens) + _ROUNDING_S
+        able = [w for w, alone_s in seen if alone_s <= most_alone_s and w is not giver]
+        wanted = [w for w in able if w.joined_s(giver, mean_tokens) <= most_s]
         roomy = [w for w in wanted if self._has_room(w, mean_tokens)]
         open_to = [w for w in roomy if (giver.worker_id, w.worker_id) not in self._closed_until_s]
-        is_pausing = now_s < self._next_at_s.get(giver.worker_id, now_s)
-        is_pausing |= giver.num_leaving >= self._settings.most_underway
-        if wanted and (is_pausing or not open_to):
-            self.obstacles[giver.worker_id] = "pausing" if is_pausing else "closed" if roomy else "full"
-        return [] if is_pausing else sorted(open_to, key=lambda worker: worker.joined_s(giver, mean_tokens))
+        if wanted and not open_to:
+            self.obstacles[giver.worker_id] = "closed" if roomy else "full"
+        return sorted(open_to, key=lambda worker: worker.joined_s(giver, mean_tokens))
 
     def _best(
         self, giver: DecodeLoad, takers: Sequence[DecodeLoad], around: Surroundings, reason: Reason
@@ -269,18 +284,24 @@ class Rebalancing:
         self._closed_until_s = {pair: until_s for pair, until_s in self._closed_until_s.items() if until_s > now_s}
 
 
+def _mean_tokens(giver: DecodeLoad) -> int:
+    return giver.context_tokens // max(1, giver.num_sequences)
+
+
 def hot_spots(workers: Sequence[DecodeLoad], obstacles: Mapping[str, Obstacle]) -> dict[str, HotSpot]:
     """Returns by id the workers whose steps take far longer than the others', and whose answers do not move.
 
     One that merely waits for its turn to move the next answer is not among them.
     """
     found = {}
+    least_s = sorted(worker.step_s() or worker.speed.overhead_s for worker in workers)
     for worker in workers:
         obstacle = obstacles.get(worker.worker_id)
-        others = [other.step_s() or other.joined_s(worker, 0) for other in workers if other is not worker]
-        if obstacle is None or obstacle == "pausing" or not others:
+        step_s = worker.step_s()
+        least_usual_s = median_without(least_s, step_s)
+        if obstacle is None or obstacle == "pausing" or least_usual_s is None or step_s < HOT_FACTOR * least_usual_s:
             continue
-        usual_s = median(others)
-        if worker.step_s() >= HOT_FACTOR * usual_s:
-            found[worker.worker_id] = HotSpot(worker.step_s(), usual_s, obstacle)
+        usual_s = median([other.step_s() or other.joined_s(worker, 0) for other in workers if other is not worker])
+        if step_s >= HOT_FACTOR * usual_s:
+            found[worker.worker_id] = HotSpot(step_s, usual_s, obstacle)
     return found
