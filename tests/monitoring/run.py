@@ -28,15 +28,12 @@ from typing import Any
 import yaml
 
 from benchmarks.cluster import running_cluster
-from deploy.monitoring.source.build import FOLDER
-from deploy.monitoring.source.dashboards import DASHBOARDS
 from gateway.access.keys import ApiKey, digest_of_key, new_key, toml_entry
 from tests.free_ports import free_port
+from tests.monitoring.deployed_files import FOLDER, TEST_FILES, panel_queries
 
 TOOLS = ("prometheus", "promtool", "amtool")
 SCRAPE_S = 1
-VARIABLES = {"$__rate_interval": "20s", "$gpu_price": "2.50"}
-ALL = ("$model", "$worker", "$tenant")
 START_LIMIT_S = 60.0
 
 
@@ -76,7 +73,7 @@ def check_files(*, is_quick: bool) -> bool:
         ["amtool", "check-config", "alertmanager.yml"],
     ]
     if not is_quick:
-        commands.append(["promtool", "test", "rules", "rules_test.yml", "rules_of_days_test.yml"])
+        commands.append(["promtool", "test", "rules", *TEST_FILES])
     found = [subprocess.run(command, cwd=FOLDER, check=False).returncode for command in commands]
     return found == [0] * len(commands)
 
@@ -150,18 +147,6 @@ def load(gateway: str, keys: list[str], stop: threading.Event, counts: dict[int,
         counts[status] = counts.get(status, 0) + 1
 
 
-def expressions() -> Iterator[tuple[str, str, str]]:
-    """Yields (dashboard and panel, why it may be empty, expression) of each query of each dashboard."""
-    for board in DASHBOARDS:
-        for panel in board["panels"]:
-            _, _, why = panel["description"].partition(" May be empty: ")
-            for target in panel["targets"]:
-                expr = target["expr"]
-                for name, value in (*VARIABLES.items(), *((name, ".*") for name in ALL)):
-                    expr = expr.replace(name, value)
-                yield f"{board['title']} / {panel['title']}", why, expr
-
-
 def has_points(result: list[dict[str, Any]]) -> bool:
     return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
@@ -169,7 +154,7 @@ def has_points(result: list[dict[str, Any]]) -> bool:
 def check_queries(api: Api, began_s: float) -> tuple[int, list[str]]:
     """Returns how many queries were asked, and what is wrong with them."""
     wrong, empty, number = [], [], 0
-    for where, why, expr in expressions():
+    for where, why, expr in panel_queries():
         number += 1
         try:
             fields = {"start": f"{began_s:.0f}", "end": f"{time.time():.0f}", "step": "2s"}
