@@ -17,7 +17,16 @@ from gateway.topology.troubles import KINDS
 from services.runtime.breaker import CircuitState
 from services.scheduling.entry import ServiceClass
 from services.scheduling.health import GpuLimits, GpuState
-from tests.monitoring.deployed_files import ALERTS, DASHBOARDS, FOLDER, RECORDED, TEST_FILES, firing, panel_queries
+from tests.monitoring.deployed_files import (
+    ALERTS,
+    DASHBOARDS,
+    FOLDER,
+    GROUPS,
+    RECORDED,
+    TEST_FILES,
+    firing,
+    panel_queries,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -26,6 +35,7 @@ OF_TARGETS = {"instance", "job", "le", "role", "model"}
 """Labels that targets have, and those of histograms."""
 OF_GATEWAY = 'worker=""'
 """Selects a gateway's series of a name that workers export too."""
+RECORDED_METRICS = ROOT / "tests" / "monitoring" / "recorded.yml"
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's prometheus")
 
 EXPRS = {alert["alert"]: alert["expr"] for alert in ALERTS}
@@ -103,6 +113,13 @@ def test_every_alert_is_tested_and_has_the_labels_that_its_summary_shows() -> No
         assert texts["runbook_url"] == f"docs/runbook.md#{name.lower()}"
         shown = set(re.findall(r"\$labels\.(\w+)", texts["summary"]))
         assert any(shown <= labels.keys() for labels in fired if labels["alertname"] == name), name
+
+
+def test_values_of_series_are_text() -> None:
+    for name in TEST_FILES:
+        for test in yaml.safe_load((FOLDER / name).read_text())["tests"]:
+            for series in test["input_series"]:
+                assert isinstance(series["values"], str), series
 
 
 def test_the_runbook_has_a_section_for_each_alert() -> None:
@@ -209,3 +226,21 @@ def test_every_query_of_the_dashboards_parses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TEST_FILES)
 def test_every_alert_fires_in_time_and_only_then(name: str) -> None:
     subprocess.run(["promtool", "test", "rules", name], cwd=FOLDER, check=True)
+
+
+@needs_promtool
+@pytest.mark.timeout(300)
+def test_panels_show_recorded_metrics_of_a_sound_cluster_and_no_alert_fires(tmp_path: Path) -> None:
+    filled = [query.expr for query in panel_queries() if not query.may_be_empty]
+    assert len(filled) > 60
+    shows = [check(f"count(({expr}) > -Inf) > bool 0", [{"labels": "{}", "value": 1}]) for expr in filled]
+    series = yaml.safe_load(RECORDED_METRICS.read_text())
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [*shows, check("ALERTS", [])]}
+    names = [group["name"] for group in GROUPS]
+    document = {"rule_files": [str(FOLDER / "rules.yml")], "group_eval_order": names, "tests": [test]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(document | {"evaluation_interval": "1m"}))
+    subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=tmp_path, check=True)
+
+
+def check(expr: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"expr": expr, "eval_time": "20m", "exp_samples": samples}

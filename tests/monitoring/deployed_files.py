@@ -13,7 +13,7 @@ Rule = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 TEST_FILES = ("rules_test.yml", "rules_of_days_test.yml")
 NAME = r"[A-Za-z_:][\w:]*"
-VARIABLES = {"$__rate_interval": "20s", "$gpu_price": "2.50", "$model": ".*", "$worker": ".*", "$tenant": ".*"}
+VARIABLES = {"$gpu_price": "2.50", "$model": ".*", "$worker": ".*", "$tenant": ".*"}
 """Values of the dashboards' variables: all models, workers, and tenants."""
 
 GROUPS: Sequence[dict[str, Any]] = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
@@ -33,13 +33,13 @@ class Query(NamedTuple):
     expr: str
 
 
-def panel_queries() -> Iterator[Query]:
+def panel_queries(rate_interval: str = "5m") -> Iterator[Query]:
     """Yields each query of each dashboard, with values for the variables."""
     for board in DASHBOARDS:
         for panel in board["panels"]:
             _, _, reason = panel["description"].partition(" May be empty: ")
             for target in panel["targets"]:
-                expr = target["expr"]
+                expr = target["expr"].replace("$__rate_interval", rate_interval)
                 for name, value in VARIABLES.items():
                     expr = expr.replace(name, value)
                 yield Query(f"{board['title']} / {panel['title']}", reason, expr)
