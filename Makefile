@@ -101,10 +101,13 @@ test-mutants: install-dev ## take each check of the handoff's receiver out and s
 check-model: install-dev ## the handoff as a model, with its fences and without each of them; needs spin and gcc
 	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)
 
-monitoring: install-dev ## write the rules, dashboards and the runbook of deploy/monitoring from their source
-	$(PYTHON_IN) -m deploy.monitoring.source.build
+RULES := deploy/kubernetes/components/monitoring/rules.yaml
+monitoring: ## copy deploy/monitoring/rules.yml, without comments, into the PrometheusRule of deploy/kubernetes
+	@sed '/^spec:$$/q' $(RULES) > $(RULES).new
+	@sed '/^ *#/d; s/^./  &/' deploy/monitoring/rules.yml >> $(RULES).new
+	@mv $(RULES).new $(RULES)
 
-test-alert-mutants: install-dev ## break each alert in every small way and see a test of promtool fail (ARGS: names)
+test-alert-mutants: install-dev ## check that promtool's tests notice every small change of an alert; needs promtool (ARGS: names)
 	@exec $(PYTHON_IN) -m tests.monitoring.mutate $(ARGS)
 
 test-monitoring: install-dev ## a real Prometheus with every rule and every dashboard on a cluster under load (ARGS: flags; --help lists them)

@@ -1,9 +1,9 @@
-"""Breaks each alert in each small way and sees one of its tests fail: `make test-alert-mutants`.
+"""Checks that the tests of deploy/monitoring/rules.yml notice each small change of a rule: `make test-alert-mutants`.
 
-An alert is broken in its numbers (a quarter more, a fifth less; a small count by one), comparisons, label matchers,
-grouping labels, parts of `and`, `or` and `unless`, in its `for` and in its severity; a recorded series that alerts ask
-for in the same ways. Then promtool runs the tests of the alert, or of all alerts that ask for the series. Exit status:
-0 all broken rules failed a test, 1 one did not, 2 a test fails although nothing is broken.
+The changes are to numbers (a quarter more, a fifth less, small counts by one), comparisons, label matchers, grouping
+labels, parts of `and`, `or`, and `unless`, `for`, and the severity of each alert, and to the recorded series that
+alerts read. promtool then runs the tests of the alert, or of all alerts that read the series. Exit status: 0 if each
+change failed a test, 1 if one did not, 2 if a test fails without a change.
 
     python -m tests.monitoring.mutate [--list] [--jobs N] [NAME ...]     (NAME: only rules whose name contains it)
 """
@@ -17,15 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from deploy.monitoring.source.build import ALERTS
-from deploy.monitoring.source.cases import CASES, RECORDED
-from deploy.monitoring.source.model import MINUTE, TEN_MINUTES, Alert, test_of_recorded, tests_of
-from deploy.monitoring.source.recording import recorded
+from tests.monitoring.deployed_files import ALERTS, NAME, RECORDED, TEST_FILES, Rule, needed, tests_of
 
 TIMEOUT_S = 120
 FACTORS = (1.25, 0.8)
@@ -36,22 +33,23 @@ OPPOSITES = {">": "<", "<": ">", "==": "!=", "!=": "==", ">=": "<", "<=": ">"}
 # What a number is not a part of: strings, ranges, names.
 _STRING = r'"[^"]*"'
 _RANGE = r"\[[^\]]*\]"
-_NAME = r"[A-Za-z_:][\w:]*"
-_NUMBER = re.compile(rf"{_STRING}|{_RANGE}|{_NAME}|(?P<number>\d+(?:\.\d+)?)")
+_NUMBER = re.compile(rf"{_STRING}|{_RANGE}|{NAME}|(?P<number>\d+(?:\.\d+)?)")
 _COMPARISON = re.compile(rf"{_STRING}|\{{[^}}]*\}}|(?P<comparison>==|!=|>=|<=|>|<)")
 _MATCHERS = re.compile(r"\{(?P<matchers>[^}]*)\}")
-_MATCHER = re.compile(rf"({_NAME})(=~|!~|!=|=)({_STRING})")
+_MATCHER = re.compile(rf"({NAME})(=~|!~|!=|=)({_STRING})")
 _GROUPING = re.compile(r"\bby \((?P<labels>[^)]*)\)")
 _LOGIC = re.compile(rf"{_STRING}|(?P<logic>\b(?:and|or|unless)\b(?: on \([^)]*\))?)")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A set of rules one of which is broken, and the alerts whose tests are to see it."""
+    """Rules of which one is broken: recorded series, and the alerts whose tests must fail."""
 
     name: str
-    alerts: Sequence[Alert]
+    alerts: Sequence[Rule]
     records: Mapping[str, str]
+    is_record: bool = False
+    """Whether the broken rule is a recorded series."""
 
 
 @dataclass(frozen=True)
@@ -134,65 +132,49 @@ def _put(text: str, span: tuple[int, int], new: str) -> str:
     return text[: span[0]] + new + text[span[1] :]
 
 
-def needed(exprs: Sequence[str]) -> dict[str, str]:
-    """Returns the recorded series that expressions ask for, and those that these ask for, in their order."""
-    known, wanted = recorded(), set[str]()
-    names = re.findall(_NAME, " ".join(exprs))
-    while names:
-        name = names.pop()
-        if name in known and name not in wanted:
-            wanted.add(name)
-            names += re.findall(_NAME, known[name])
-    return {name: expr for name, expr in known.items() if name in wanted}
-
-
 def mutants() -> Iterator[Mutant]:
     """Yields every broken rule."""
     for alert in ALERTS:
-        records = needed([alert.expr])
-        for what, expr in broken(alert.expr):
-            yield Mutant(f"{alert.name}: {what}", [replace(alert, expr=expr)], records)
-        no_time = alert.for_ == "0m"
-        for for_ in ("20m",) if no_time else ("0m", _doubled(alert.for_)):
-            yield Mutant(f"{alert.name}: for {alert.for_} becomes {for_}", [replace(alert, for_=for_)], records)
-        other = "warning" if alert.severity == "info" else "info"
-        yield Mutant(f"{alert.name}: the severity becomes {other}", [replace(alert, severity=other)], records)
-    for name, expr in needed([alert.expr for alert in ALERTS]).items():
-        asking = [alert for alert in ALERTS if name in needed([alert.expr])]
-        records = needed([alert.expr for alert in asking])
-        for what, other in broken(expr):
-            yield Mutant(f"{name}: {what}", asking, records | {name: other})
+        name, for_ = alert["alert"], alert.get("for", "0m")
+        for what, expr in broken(alert["expr"]):
+            yield Mutant(f"{name}: {what}", [alert | {"expr": expr}], RECORDED)
+        for other in ("20m",) if for_ == "0m" else ("0m", _doubled(for_)):
+            yield Mutant(f"{name}: for {for_} becomes {other}", [alert | {"for": other}], RECORDED)
+        other = "warning" if alert["labels"]["severity"] == "info" else "info"
+        yield Mutant(f"{name}: the severity becomes {other}", [alert | {"labels": {"severity": other}}], RECORDED)
+    for name, expr in RECORDED.items():
+        readers = [alert for alert in ALERTS if name in needed(alert["expr"])]
+        for what, other in broken(expr) if readers else ():
+            yield Mutant(f"{name}: {what}", readers, RECORDED | {name: other}, is_record=True)
 
 
 def _doubled(duration: str) -> str:
     return f"{2 * int(duration[:-1])}{duration[-1]}"
 
 
-def judge(mutant: Mutant, tested: Mapping[str, Alert]) -> Verdict:
+def judge(mutant: Mutant) -> Verdict:
     """Runs the tests of the mutant's alerts, as they are written for the rules that are not broken."""
     with tempfile.TemporaryDirectory(prefix="tandem-rules-") as folder:
         rules = [{"record": name, "expr": expr} for name, expr in mutant.records.items()]
-        groups = [{"name": "mutant", "rules": [*rules, *(alert.rule() for alert in mutant.alerts)]}]
+        groups = [{"name": "mutant", "rules": [*rules, *mutant.alerts]}]
         (Path(folder) / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
-        files = []
-        for step in (MINUTE, TEN_MINUTES):
-            tests = [test for alert in mutant.alerts for test in tests_of(tested[alert.name], CASES[alert.name], step)]
-            if step == MINUTE:
-                tests += [test_of_recorded(name, case) for name, case in RECORDED.items() if name in mutant.records]
-            if tests:
-                files.append(f"{step}.yml")
-                document = {"rule_files": ["rules.yml"], "evaluation_interval": f"{step}m", "tests": tests}
-                (Path(folder) / files[-1]).write_text(yaml.safe_dump(document))
-        checked = subprocess.run(
-            ["promtool", "check", "rules", "rules.yml"], cwd=folder, capture_output=True, text=True, check=False
-        )
+        alerts, files = {alert["alert"] for alert in mutant.alerts}, []
+        for file_name in TEST_FILES:
+            document = tests_of(file_name, alerts, with_records=mutant.is_record)
+            del document["group_eval_order"]
+            if document["tests"]:
+                (Path(folder) / file_name).write_text(yaml.safe_dump(document))
+                files.append(file_name)
+        checked = _promtool(folder, "check", "rules", "rules.yml")
         if checked.returncode:
             raise RuntimeError(f"{mutant.name} is no rule: {checked.stdout}{checked.stderr}")
-        done = subprocess.run(
-            ["promtool", "test", "rules", *files],
-            cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
-        return Verdict(mutant, done.returncode != 0, done.stdout + done.stderr)
+        tested = _promtool(folder, "test", "rules", *files)
+        return Verdict(mutant, tested.returncode != 0, tested.stdout + tested.stderr)
+
+
+def _promtool(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["promtool", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def main() -> int:
@@ -206,15 +188,13 @@ def main() -> int:
     if options.list:
         print(*(mutant.name for mutant in chosen), sep="\n")
         return 0
-    tested = {alert.name: alert for alert in ALERTS}
-    whole = Mutant("nothing", [tested[name] for name in sorted({a.name for m in chosen for a in m.alerts})], recorded())
-    unbroken = judge(whole, tested)
-    if unbroken.failed:
-        print(unbroken.output)
+    whole = judge(Mutant("nothing", ALERTS, RECORDED, is_record=True))
+    if whole.failed:
+        print(whole.output)
         return 2
     survivors = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for verdict in pool.map(lambda mutant: judge(mutant, tested), chosen):
+        for verdict in pool.map(judge, chosen):
             if not verdict.failed:
                 survivors.append(verdict.mutant.name)
                 print(f"no test sees {verdict.mutant.name}", flush=True)

@@ -12,6 +12,7 @@ import contextlib
 import http.server
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -28,16 +29,17 @@ from typing import Any
 import yaml
 
 from benchmarks.cluster import running_cluster
-from deploy.monitoring.source.build import FOLDER
-from deploy.monitoring.source.dashboards import DASHBOARDS
 from gateway.access.keys import ApiKey, digest_of_key, new_key, toml_entry
 from tests.free_ports import free_port
+from tests.monitoring.deployed_files import FOLDER, RULES, TEST_FILES, panel_queries
 
 TOOLS = ("prometheus", "promtool", "amtool")
 SCRAPE_S = 1
-VARIABLES = {"$__rate_interval": "20s", "$gpu_price": "2.50"}
-ALL = ("$model", "$worker", "$tenant")
 START_LIMIT_S = 60.0
+RECORDED_S = 30.0
+RECORDED_HEADER = (
+    "# Series of a cluster under load, written by `make test-monitoring ARGS=--record=FILE` for tests/deploy."
+)
 
 
 class Api:
@@ -76,7 +78,7 @@ def check_files(*, is_quick: bool) -> bool:
         ["amtool", "check-config", "alertmanager.yml"],
     ]
     if not is_quick:
-        commands.append(["promtool", "test", "rules", "rules_test.yml", "rules_of_days_test.yml"])
+        commands.append(["promtool", "test", "rules", *TEST_FILES])
     found = [subprocess.run(command, cwd=FOLDER, check=False).returncode for command in commands]
     return found == [0] * len(commands)
 
@@ -150,18 +152,6 @@ def load(gateway: str, keys: list[str], stop: threading.Event, counts: dict[int,
         counts[status] = counts.get(status, 0) + 1
 
 
-def expressions() -> Iterator[tuple[str, str, str]]:
-    """Yields (dashboard and panel, why it may be empty, expression) of each query of each dashboard."""
-    for board in DASHBOARDS:
-        for panel in board["panels"]:
-            _, _, why = panel["description"].partition(" May be empty: ")
-            for target in panel["targets"]:
-                expr = target["expr"]
-                for name, value in (*VARIABLES.items(), *((name, ".*") for name in ALL)):
-                    expr = expr.replace(name, value)
-                yield f"{board['title']} / {panel['title']}", why, expr
-
-
 def has_points(result: list[dict[str, Any]]) -> bool:
     return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
@@ -169,7 +159,7 @@ def has_points(result: list[dict[str, Any]]) -> bool:
 def check_queries(api: Api, began_s: float) -> tuple[int, list[str]]:
     """Returns how many queries were asked, and what is wrong with them."""
     wrong, empty, number = [], [], 0
-    for where, why, expr in expressions():
+    for where, why, expr in panel_queries("20s"):
         number += 1
         try:
             fields = {"start": f"{began_s:.0f}", "end": f"{time.time():.0f}", "step": "2s"}
@@ -219,7 +209,37 @@ def check_exemplars(api: Api, began_s: float) -> list[str]:
     return wrong
 
 
-def watch(folder: Path, seconds: float) -> list[str]:
+def record(api: Api, path: Path) -> None:
+    """Writes the series that the rules and dashboards read as input of promtool. Counters continue to grow."""
+    exprs = [query.expr for query in panel_queries()] + [rule["expr"] for rule in RULES]
+    names = "|".join(sorted(set(re.findall(r"\b(?:tandem|process)_\w+|\bup\b", " ".join(exprs)))))
+    before = values(api, names)
+    time.sleep(RECORDED_S)
+    lines = []
+    for series, value in values(api, names).items():
+        is_counter = re.match(r"\w+_(total|sum|count|bucket)\b", series)
+        growth = f"+{value - before.get(series, value):.10g}" if is_counter else ""
+        lines.append(f"- {{series: '{series}', values: \"{value:.10g}{growth}x20\"}}")
+    path.write_text("\n".join([RECORDED_HEADER, *sorted(lines)]) + "\n")
+
+
+def values(api: Api, names: str) -> dict[str, float]:
+    """Returns the value of each series. A histogram is reduced to its first bucket with events and its last one."""
+    result = api.get("query", query=f'{{__name__=~"{names}"}}')["result"]
+    found, histograms = dict[str, float](), set[str]()
+    for one in sorted(result, key=lambda one: float(one["metric"].get("le", "0"))):
+        labels, value = one["metric"], float(one["value"][1])
+        text = ",".join(f'{label}="{labels[label]}"' for label in sorted(labels) if label not in ("__name__", "le"))
+        name = f"{labels['__name__']}{{{text}"
+        if "le" not in labels:
+            found[f"{name}}}"] = value
+        elif labels["le"] == "+Inf" or (value and name not in histograms):
+            histograms.add(name)
+            found[f'{name},le="{labels["le"]}"}}'] = value
+    return {series: value for series, value in found.items() if math.isfinite(value)}
+
+
+def watch(folder: Path, seconds: float, recorded: Path | None) -> list[str]:
     """Runs the cluster, its load and Prometheus. Returns all that is wrong."""
     admin, users = new_key(), [new_key(), new_key()]
     keys = [ApiKey(digest_of_key(admin), "ops", is_admin=True)]
@@ -245,6 +265,8 @@ def watch(folder: Path, seconds: float) -> list[str]:
         num_rules, wrong_rules = check_rules(api)
         num_queries, wrong_queries = check_queries(api, began_s)
         wrong += [*wrong_rules, *wrong_queries, *check_exemplars(api, began_s)]
+        if recorded:
+            record(api, recorded)
         stop.set()
         for thread in threads:
             thread.join()
@@ -258,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90.0, help="Time under load before the queries are asked.")
     parser.add_argument("--quick", action="store_true", help="Leaves promtool's tests of the rules out.")
+    parser.add_argument("--record", type=Path, help="Also writes the series that rules and dashboards read to a file.")
     arguments = parser.parse_args()
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
@@ -265,7 +288,7 @@ def main() -> int:
         return 1
     is_good = check_files(is_quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="tandem-monitoring-") as folder:
-        wrong = watch(Path(folder), arguments.seconds)
+        wrong = watch(Path(folder), arguments.seconds, arguments.record)
     for line in wrong:
         print(f"WRONG {line}")
     return 0 if is_good and not wrong else 1
