@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def main() -> int:
     elif arguments.role == "load":
         offer(arguments.port, num_tenants=arguments.tenants, num_models=NUM_MODELS, per_s=arguments.rate)
     else:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all processes are ended
         with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder:
             return run(arguments, Path(folder))
     return 0

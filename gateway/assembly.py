@@ -14,7 +14,7 @@ from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
 from gateway.edge.grpc_api import INFERENCE_SERVICE, SERVICE_NAMES, InferenceService, account_of, register
 from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
-from gateway.edge.health import HealthPages
+from gateway.edge.health import NOT_READY, HealthPages
 from gateway.edge.http_api import HttpApi
 from gateway.edge.pages import ClusterPage, OperatorPages
 from gateway.forms.answer_forms import AnswerForms
@@ -476,9 +476,7 @@ class Gateway:
                 if (is_ready := self.is_ready()) != was_ready:
                     was_ready = is_ready
                     await self._grpc.set_serving(is_ready, INFERENCE_SERVICE, rpc.READINESS)
-                    service_manager.tell_status(
-                        "serving" if is_ready else "not ready: too few workers, or a failing task"
-                    )
+                    service_manager.tell_status("serving" if is_ready else f"not ready: {NOT_READY}")
 
     async def _follow_workers(self) -> None:
         watch = watch_workers(

@@ -33,7 +33,6 @@ OTHER_ROOTS = {
     "gateway/requests/fan_out.py:all_of:?": "the function raises its error",
     "gateway/requests/fan_out.py:merged:_close_when_done": "the function raises its error",
     "gateway/requests/fan_out.py:merged:_forward": "the function raises its error",
-    "gateway/stored/background.py:BackgroundRun._asked:self._pass_on": "the function raises its error",
     "gateway/topology/session.py:WorkerSession._serve:self._write_commands": "it ends the session",
     "kv_transfer/link_retries.py:LinkRetries.failed:self._retry": "it logs its error, and the next request tries again",
     "kv_transfer/receive_link.py:ReceiveLink._begin_work:?": "`_on_work_ended` fails the Link",

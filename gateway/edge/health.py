@@ -14,6 +14,9 @@ from services.cluster.redis_store import Store
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.memory_limit import memory_limit
 
+NOT_READY = "too few workers, or a failing task"
+"""Why a gateway is not ready."""
+
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
@@ -100,7 +103,7 @@ def checks(facts: HealthFacts, limits: HealthLimits) -> Iterable[Check]:
     yield Check(
         "ready",
         facts.is_ready,
-        "requests can be served" if facts.is_ready else "too few workers, or a failing task",
+        "requests can be served" if facts.is_ready else NOT_READY,
     )
     said = "Redis answers" if facts.is_redis_available else "Redis does not answer: no worker can join"
     yield Check("redis", facts.is_redis_available, said)

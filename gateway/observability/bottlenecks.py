@@ -90,7 +90,7 @@ class _Moment(NamedTuple):
 
 
 class BottleneckWatch(Collector):
-    """To be registered. `look` is called each second, in the thread whose work `busy_s` tells.
+    """A collector of metrics. The caller runs all `pieces` each second, in the thread whose busy time `busy_s` returns.
 
     `members` are all workers, `population` all answers by model, class and state. `itl_target_s` limits batches.
     """
@@ -116,13 +116,8 @@ class BottleneckWatch(Collector):
         self._snapshots: dict[str, Snapshot] = {}
         self._findings: dict[str, Finding] = {}
 
-    def look(self) -> None:
-        """Samples all workers, and judges."""
-        for _ in self.pieces():
-            pass
-
     def pieces(self) -> Iterator[None]:
-        """Does the same piece by piece, so that thousands of workers do not hold up the event loop."""
+        """Samples all workers and judges. Yields after each piece, so that thousands of workers do not block the loop."""
         now_s = self._clock.monotonic()
         ready = [member for member in self._members() if member.state is WorkerState.READY]
         ready_ids = {member.record.id for member in ready}
@@ -136,7 +131,7 @@ class BottleneckWatch(Collector):
             if number % PIECE_WORKERS == 0:
                 yield
         self._windows = windows
-        self._count(now_s, self._busy_s())
+        self._count(self._clock.monotonic(), self._busy_s())
         for model, moments in self._moments.items():
             yield
             snapshot = self._snapshots[model] = Snapshot(

@@ -59,9 +59,9 @@ class RunningAnswer:
     num_failures_in_row = 0
     num_path_failures = 0
     is_last_attempt = False
-    """Whether one more failure before a new token ends it. Its next attempt may use workers with an open circuit."""
+    """Whether one more failure ends it: its next attempt may use workers that get no new work otherwise."""
     avoids_handoffs = False
-    """Whether its next attempt, until a new token, uses one worker, because handoffs have failed on several paths."""
+    """Whether its next attempt is on one worker, because handoffs have failed on several paths."""
     crowded_at = ""
     """The incarnation of the decode worker that last had no room for an attempt which it had admitted."""
     num_crowded_out = 0
@@ -129,11 +129,6 @@ class RunningAnswer:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
         return self.num_failures > 0 or bool(self.tokens.token_ids)
-
-    @property
-    def has_advanced(self) -> bool:
-        """Whether a new token has arrived since its last failure."""
-        return self.num_tokens > self._num_tokens_at_failure
 
     @property
     def has_failed(self) -> bool:

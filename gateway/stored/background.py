@@ -171,21 +171,16 @@ class BackgroundRun(ClaimedRun):
             headers.append((b"last-event-id", last_id.encode()))
         body = b'{"input":' + answer.input + b"," + answer.order.body.removeprefix(b"{")
         answer.input, answer.order = b"", replace(answer.order, body=b"")
-        passing_on = asyncio.create_task(self._pass_on(), name=f"events of {answer.id}")
         asking = asyncio.create_task(
             ask(self._background.app_of(answer.order.key_digest), ENDPOINT, body, headers=headers, take=self._take)
         )
         del body
         try:
-            await asyncio.wait((asking, passing_on), return_when=asyncio.FIRST_COMPLETED)
-            if passing_on.done():
-                await passing_on
-            await self._write_waiting()
+            await self._pass_on(asking)
             return await asking
         finally:
-            for task in (asking, passing_on):
-                task.cancel()
-            await asyncio.wait((asking, passing_on))
+            asking.cancel()
+            await asyncio.wait((asking,))
 
     def _take(self, data: bytes) -> None:
         """Takes a part of the stream."""
@@ -198,13 +193,15 @@ class BackgroundRun(ClaimedRun):
                 self._waiting.append(event.data)
                 self._has_events.set()
 
-    async def _pass_on(self) -> None:
-        """Writes events as they come. Raises Left or _NoRoom."""
-        while True:
+    async def _pass_on(self, asking: asyncio.Task[RowAnswer]) -> None:
+        """Writes events, one batch at a time, until the request has ended. Raises Left or _NoRoom."""
+        asking.add_done_callback(lambda _: self._has_events.set())
+        while not asking.done():
             await self._has_events.wait()
-            await asyncio.sleep(PASS_ON_S)
+            await asyncio.wait((asking,), timeout=PASS_ON_S)
             self._has_events.clear()
             await self._write_waiting()
+        await self._write_waiting()
 
     async def _write_waiting(self) -> None:
         events, self._waiting = self._waiting, []

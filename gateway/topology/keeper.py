@@ -16,6 +16,7 @@ SILENCE_CHECK_S = 0.25
 RENEWED_S = 2.5
 """A lease that was renewed within this time shows that its worker lives: workers renew every second, and the gateway
 looks as often. Less than `session.SILENCE_LIMIT_S`: a process that stopped renewed nothing since its last word."""
+CHECKS_AT_A_TIME = 256
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, this process slept, and no worker is blamed for silence."""
 
@@ -66,7 +67,9 @@ async def break_silent(members: Callable[[], Iterable[Member]], renewed_at_s: Ca
         await asyncio.sleep(SILENCE_CHECK_S)
         slept_s = loop.time() - checked_at_s - SILENCE_CHECK_S
         checked_at_s = loop.time()
-        for member in members():
+        for number, member in enumerate(members(), start=1):
+            if number % CHECKS_AT_A_TIME == 0:
+                await asyncio.sleep(0)  # thousands of workers must not hold up the event loop
             if slept_s > OWN_PAUSE_S:
                 member.session.forgive_silence(slept_s)
             is_renewed = checked_at_s - renewed_at_s(member.record.id) < RENEWED_S

@@ -4,9 +4,7 @@ Each judgement is a function of plain data; what they need of the past is kept i
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Iterable, Mapping
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gateway.topology.flapping import FLAP_WINDOW_S, FlapCounter, SeenWorker
 from gateway.topology.member import Member
@@ -26,6 +24,7 @@ from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
 from services.runtime.worker_state import WorkerState
 from services.scheduling.handoff_times import SlowPair
+from services.scheduling.medians import median_without
 from services.scheduling.rebalancing import HotSpot, Obstacle
 
 LOOK_S = 1.0
@@ -148,8 +147,8 @@ class TroubleWatch:
         if self._task is not None:
             await end_task(self._task)
 
-    def look(self) -> None:
-        """Looks once."""
+    def pieces(self) -> Iterator[None]:
+        """Looks once. Yields after each piece, so that thousands of workers do not hold up the event loop."""
         now_s, unix_s = self._clock.monotonic(), self._clock.unix_ns() / 1e9
         topology, troubles = self._topology, self.troubles
         topology.look_for_missing()
@@ -157,16 +156,21 @@ class TroubleWatch:
         troubles.settle("gone", gone(presence.gone))
         troubles.settle("missing", missing(presence.shortages))
         troubles.settle("unreachable", unreachable(members, topology.now_s()))
+        yield
         troubles.settle("left_out", left_out(members))
         troubles.settle("kernels", without_kernels(members))
+        yield
         told = dict(self._told())
         troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, told.get("circuit", {})), now_s)))
         troubles.settle("log", lost_lines(logs.lost))
+        yield
         told["hot_spot"] = self._hot.of({**told.get("hot_spot", {}), **hot_prefills(members)}, now_s)
         told["link"] = {**self._slow_links.of(told.get("link", {}), now_s), **self._stuck_links(members, now_s)}
         for kind, found in told.items():
             troubles.settle(kind, found)
+        yield
         troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
+        yield
         troubles.settle("certificate", certificates(members, unix_s))
         is_up = self._store.is_up
         troubles.settle("redis", {} if is_up else redis_away(self._store.last_failure))
@@ -199,7 +203,8 @@ class TroubleWatch:
 
     async def _follow(self) -> None:
         while True:
-            self.look()
+            for _ in self.pieces():
+                await asyncio.sleep(0)
             await asyncio.sleep(LOOK_S)
 
 
@@ -338,9 +343,10 @@ def hot_prefills(members: Iterable[Member]) -> Mapping[str, Found]:
             queues_s.setdefault(member.record.model, {})[member.record.id] = queue_s
     found = {}
     for by_worker in queues_s.values():
+        in_order = sorted(by_worker.values())
         for worker_id, queue_s in by_worker.items():
-            others_s = median([other_s for other, other_s in by_worker.items() if other != worker_id] or [math.inf])
-            if queue_s >= max(HOT_QUEUE_S, HOT_QUEUE_FACTOR * others_s):
+            others_s = median_without(in_order, queue_s)
+            if others_s is not None and queue_s >= max(HOT_QUEUE_S, HOT_QUEUE_FACTOR * others_s):
                 cause = f"prompts of {queue_s:.1f} s wait there, at the others of {others_s:.1f} s"
                 found[worker_id] = Found(cause, HOT_PROMPTS_REMEDY)
     return found

@@ -53,8 +53,6 @@ local key = key_of(name)
 local held = redis.call('HGET', key, 'digest')
 if held and (digest or held ~= '') then
   return held == digest and '{AnswerReply.HELD}' or '{AnswerReply.FENCED}'
-elseif held then
-  drop(name)
 end
 local num_bytes = size_of(document) + size_of(input) + size_of(body) + #(headers or '')
 local staged_bytes = 0
@@ -64,8 +62,14 @@ for _, value in ipairs({{document, input, body}}) do
   if token then staged_bytes = staged_bytes + piece_bytes + {OVERHEAD_BYTES} end
 end
 if digest and num_running(tenant) >= {MAX_ACTIVE} then return '{AnswerReply.ACTIVE}' end
-local lacks = make_room(tenant, num_bytes - staged_bytes, 1, max_tenant_bytes, max_all_bytes)
-if lacks then return lacks end
+local score, left_ms = unlist(name, tenant)
+local freed = held and counted_bytes(name) or 0
+local lacks = make_room(tenant, num_bytes - staged_bytes, 1, max_tenant_bytes + freed, max_all_bytes + freed)
+if lacks then
+  if score then enlist(name, tenant, score, left_ms) end
+  return lacks
+end
+if held then drop(name) end
 redis.call('HSET', key, 'tenant', tenant, 'id', id, 'document', document, 'input', input, 'digest', digest or '',
            'state', digest and 'queued' or 'over', 'created', now_s, 'changed', stamp())
 redis.call('EXPIREAT', key, now_s + life_s)

@@ -34,7 +34,7 @@ from services.cluster.answer_scripts import (
 )
 from services.cluster.pending_work import claim_oldest
 from services.cluster.redis_store import Script, Store
-from services.runtime.errors import StoreUnavailable
+from services.runtime.errors import StoreRefused, StoreUnavailable
 
 LEASE_S = 6.0
 """Seconds that a dead owner's answer waits before another gateway continues it."""
@@ -312,23 +312,26 @@ class AnswerStore:
 
         The events are written in bounded portions, in order. A reader may see the first portions alone, but the
         document only with all events. The call may be repeated after StoreUnavailable, with the same events. GONE: the
-        answer, or events of it, are lost. `beyond_room` ignores the quotas, for the reason of a failure.
+        answer, or events of it, are lost. `beyond_room` ignores the quotas, for the reason of a failure. If Redis
+        refuses a portion, `answer.num_events` counts the portions before it.
         """
         bounds = (2**53, 2**53) if beyond_room else self._bounds
         async with self._staging(answer.tenant, answer.name, bounds) as staging:
             given = [await staging.reference(event, INLINE_EVENT_BYTES) for event in events]
             end = await staging.reference(document) if document else b""
-            first = answer.num_events
+            first, reply = answer.num_events, AnswerReply.DONE
             *earlier, last = _portions(given)
-            for portion in earlier:
-                args = (answer.name, answer.claim, *bounds, b"", 0, first)
-                if (reply := await self._with_room(WRITE, (*args, *portion))) is not AnswerReply.DONE:
-                    return staging.checked(reply)
+            for portion, ending in (*((portion, (b"", 0)) for portion in earlier), (last, (end, round(self.life_s)))):
+                args = (answer.name, answer.claim, *bounds, *ending, first)
+                try:
+                    reply = staging.checked(await self._with_room(WRITE, (*args, *portion)))
+                except StoreRefused:
+                    answer.num_events = first
+                    raise
+                if reply is not AnswerReply.DONE:
+                    break
                 first += len(portion)
-            args = (answer.name, answer.claim, *bounds, end, round(self.life_s), first)
-            reply = staging.checked(await self._with_room(WRITE, (*args, *last)))
-            if reply is AnswerReply.DONE:
-                answer.num_events += len(events)
+            answer.num_events = first
             return reply
         return staging.refusal
 

@@ -81,6 +81,10 @@ class Verdict:
     is_local: bool = False
 
 
+_Sent = tuple[str, TenantUsage, UsageReport]
+"""The name of a tenant, its usage, and the part of it that is being sent."""
+
+
 class Limiter:
     """Applies the tenants' limits for one gateway, on one event loop. `gateway` is its incarnation."""
 
@@ -92,6 +96,8 @@ class Limiter:
         self._clock = clock
         self._tenants: dict[str, TenantUsage] = {}
         self._has_news = asyncio.Event()
+        self._writing = asyncio.Lock()
+        """Held while usage is written, so that closing does not interrupt a settle and repeat it."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -106,8 +112,9 @@ class Limiter:
     async def close(self) -> None:
         """Stops renewing and settling, and writes what waits if Redis answers."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+            async with self._writing:
+                self._task.cancel()
+                await asyncio.wait((self._task,))
         with contextlib.suppress(StoreUnavailable):
             await self._write(leaves=True)
 
@@ -129,12 +136,12 @@ class Limiter:
                 TAKE,
                 self._keys(name),
                 self._args(limits, num_requests, num_tokens, hold),
-                on_late=lambda late: self._undo_take(tenant, late, num_tokens, hold),
+                on_late=lambda late: self._undo_take((name, tenant), late, num_tokens, hold),
             )
         except StoreUnavailable:
             verdict = self._take_alone(tenant, num_requests, num_tokens, hold)
         except asyncio.CancelledError:
-            # It may have been taken. Only the place is given back; requests and tokens come back by themselves.
+            # Redis may have counted it. Ends the hold here; a late reply also refunds requests and tokens.
             if hold:
                 tenant.add_hold(hold)
                 tenant.end_hold(hold)
@@ -150,11 +157,12 @@ class Limiter:
             tenant.add_hold(hold)
         return verdict
 
-    def _undo_take(self, tenant: TenantUsage, late: list[bytes | int], num_tokens: int, hold: str) -> None:
+    def _undo_take(self, named: tuple[str, TenantUsage], late: list[bytes | int], num_tokens: int, hold: str) -> None:
         """Gives back what Redis took after this gateway had stopped waiting and decided alone."""
         refused_by, _, num_requests, *_ = late
         if refused_by:
             return
+        tenant = self._tenants.setdefault(*named)  # It may have been dropped as idle.
         for limit, cost in ((REQUESTS, int(num_requests)), (TOKENS, num_tokens)):
             if cost and getattr(tenant.limits, limit) is not None:
                 self._owe(tenant, limit, -cost)
@@ -269,7 +277,8 @@ class Limiter:
         while True:
             renews = loop.time() >= renew_at_s
             try:
-                await self._write(renews=renews)
+                async with self._writing:
+                    await self._write(renews=renews)
                 wait_s = max(0.0, renew_at_s - loop.time())
                 if renews:
                     wait_s = RENEW_INTERVAL_S
@@ -290,7 +299,7 @@ class Limiter:
         Raises StoreUnavailable; what was owed is then taken from the buckets here.
         """
         self._has_news.clear()
-        sent: list[tuple[TenantUsage, UsageReport]] = []
+        sent: list[_Sent] = []
         rows = []
         for name, tenant in list(self._tenants.items()):
             if tenant.is_idle(self._clock.monotonic()):
@@ -301,7 +310,7 @@ class Limiter:
             for part in () if parcel is None else parcel.parts():
                 costs = (part.costs.get(REQUESTS, 0.0), part.costs.get(TOKENS, 0.0))
                 rows.append((name, *_bucket_args(tenant.limits), *costs, list(part.releases), list(part.renewals)))
-                sent.append((tenant, part))
+                sent.append((name, tenant, part))
         if not rows and not renews and not leaves:
             return
         num_sent = 0
@@ -309,20 +318,18 @@ class Limiter:
             for portion in _portions(rows):
                 settled = sent[num_sent : num_sent + len(portion)]
                 num_gateways = await self._settle(portion, settled, leaves=leaves)
-                for tenant, parcel in settled:
+                for _, tenant, parcel in settled:
                     tenant.end_alone(parcel, self._clock.monotonic())
                 num_sent += len(portion)
         except BaseException as error:
-            for tenant, parcel in sent[num_sent:]:
+            for _, tenant, parcel in sent[num_sent:]:
                 tenant.unpack(parcel)
                 if isinstance(error, StoreUnavailable):
                     self._go_alone(tenant)
             raise
         self.num_gateways = max(1, num_gateways)
 
-    async def _settle(
-        self, rows: Sequence[tuple[Any, ...]], settled: Sequence[tuple[TenantUsage, UsageReport]], *, leaves: bool
-    ) -> int:
+    async def _settle(self, rows: Sequence[tuple[Any, ...]], settled: Sequence[_Sent], *, leaves: bool) -> int:
         """Sends one portion of rows, and returns the number of gateways. Raises StoreUnavailable."""
         keys, lasts_ms = self._store.keys, round(HOLD_TTL_S * 1000)
         args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
@@ -330,9 +337,10 @@ class Limiter:
         num_gateways: int = await self._store.run(SETTLE, names, args, on_late=lambda _: self._undo_settle(settled))
         return num_gateways
 
-    def _undo_settle(self, settled: Sequence[tuple[TenantUsage, UsageReport]]) -> None:
-        """Takes back costs that Redis booked after this gateway had stopped waiting: they are sent again."""
-        for tenant, parcel in settled:
+    def _undo_settle(self, settled: Sequence[_Sent]) -> None:
+        """Refunds costs that Redis booked after this gateway had stopped waiting, because they are sent again."""
+        for name, sender, parcel in settled:
+            tenant = self._tenants.setdefault(name, sender)  # It may have been dropped as idle.
             for limit, cost in parcel.costs.items():
                 self._owe(tenant, limit, -cost)
         self._has_news.set()

@@ -44,6 +44,8 @@ DENIED_FOR_S = 5.0
 """Time for which a denied command makes Redis count as unavailable. Gateways repeat each command more often."""
 PATIENT_TIMEOUT_S = 1.0
 """Time-out of subscriptions, and of calls without whose answer nothing can continue."""
+MAX_LATE_CALLS = 2
+"""Maximum number of timed-out calls that keep a connection while their reply is still wanted."""
 THREAD_TIMEOUT_S = 0.5
 """Time-out of calls from a thread of its own, which keeps no request waiting."""
 
@@ -95,6 +97,7 @@ class Store:
         self._clock = clock
         self._breaker = Breaker(max_errors=1, first_open_s=breaker_open_s, max_open_s=breaker_open_s)
         self._left_calls: set[asyncio.Task[Any]] = set()
+        self._num_late_calls = 0
         check_url(url)
         self._client = redis.asyncio.Redis.from_pool(Connections.to(url, self.round_trip, wait_s=timeout_s))
         self._patient_client = redis.asyncio.Redis.from_pool(
@@ -125,7 +128,8 @@ class Store:
     ) -> Any:
         """Runs a script and returns its reply, with bytes for strings. Raises StoreUnavailable.
 
-        A call that timed out may have run. `on_late` receives its reply, if that still arrives.
+        A call that timed out may have run. `on_late` receives its reply, if that still arrives. The store waits for at
+        most MAX_LATE_CALLS such replies, because each occupies a connection.
         """
         began_s = self._clock.monotonic()
         if not self._breaker.lets_through(began_s):
@@ -204,10 +208,17 @@ class Store:
             return
         self._left_calls.add(call)
         call.add_done_callback(self._forget)
-        if on_late is None:
+        if on_late is None or self._num_late_calls >= MAX_LATE_CALLS:
             call.cancel()
-        else:  # The connection's own time limit ends it.
-            call.add_done_callback(lambda done: on_late(done.result()) if _has_succeeded(done) else None)
+            return
+        self._num_late_calls += 1
+
+        def end(done: asyncio.Task[Any]) -> None:  # after the connection's own time-out at the latest
+            self._num_late_calls -= 1
+            if _has_succeeded(done):
+                on_late(done.result())
+
+        call.add_done_callback(end)
 
     def _forget(self, call: asyncio.Task[Any]) -> None:
         self._left_calls.discard(call)

@@ -53,7 +53,7 @@ class Cluster:
                 share, counts = self.shares[member.record.id], member.session.counts
                 if share is not None:
                     member.session.counts = Counts({}, {}, {}, None, (counts.step_s if counts else 0.0) + share)
-            self.watch.look()
+            list(self.watch.pieces())
 
     def loads(self) -> dict[str, float]:
         registry = CollectorRegistry()

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.requests import failover
+from gateway.requests.pair_circuits import PairCircuits
+from gateway.topology.session import Peer
 from protos import worker_pb2
+from services.runtime.clock import ManualClock
 from services.runtime.errors import (
     ChannelUnreachable,
     InternalError,
@@ -16,6 +19,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from services.runtime.worker_state import WorkerState
 
 ANSWER = [5, 6, 7, 1]
 ADVICE = "127.0.0.1:40053 cannot be reached: let the firewall pass the transfer port"
@@ -248,7 +252,54 @@ async def test_a_worker_that_left_takes_its_circuits_with_it(make_network):
     await network.system.workers.pop("decode-0").stop()
     await network.system.until(lambda: network.system.gateway.topology.member("decode-0") is None)
     assert not pairs.has_blocked
-    assert not any("decode-0" in pair for pair in pairs._proven)
+    assert pairs._breakers.known() == []
+
+
+@pytest.fixture
+def circuits():
+    ready = SimpleNamespace(state=WorkerState.READY)
+    clock = ManualClock()
+    return PairCircuits(SimpleNamespace(member=lambda worker_id: ready), clock=clock), clock
+
+
+def handoff(number):
+    """An attempt between prefill-NUMBER and decode-NUMBER."""
+    prefill, decode = (
+        SimpleNamespace(peer=Peer(f"{role}-{number}", f"{role[0]}{number}", "nowhere"))
+        for role in ("prefill", "decode")
+    )
+    return SimpleNamespace(prefill=prefill, decode=decode, probes=set())
+
+
+def test_a_pair_that_stays_cut_for_long_can_still_be_unblocked(circuits):
+    """Its breaker was dropped after ten minutes, and then no trial had an outcome."""
+    pairs, clock = circuits
+    pairs.failed(handoff(0), ChannelUnreachable("closed"))
+    for _ in range(7):
+        clock.advance(100.0)
+        assert ("prefill-0", "decode-0") in pairs.due_for_trial()
+    pairs.failed(handoff(1), TransferFailed("broke"))  # a new breaker drops old ones
+    trial = handoff(0)
+    pairs.begin_trial(trial, "prefill-0")
+    pairs.succeeded(trial)
+    assert not pairs.has_blocked
+
+
+def test_a_worker_that_left_takes_a_single_error_with_it(circuits):
+    pairs, _ = circuits
+    pairs.failed(handoff(0), TransferFailed("broke"))
+    pairs.forget("decode-0")
+    pairs.failed(handoff(0), TransferFailed("broke"))
+    assert not pairs.has_blocked, "two errors in a row block a pair, and the first one was of another worker"
+
+
+def test_what_is_remembered_of_pairs_with_a_link_is_bounded(circuits, monkeypatch):
+    monkeypatch.setattr("gateway.requests.pair_circuits.MAX_PROVEN", 2)
+    pairs, _ = circuits
+    for number in (0, 1, 0, 2):
+        pairs.succeeded(handoff(number))
+    proven = [pairs.is_proven(handoff(number).prefill.peer, handoff(number).decode.peer) for number in range(3)]
+    assert proven == [True, False, True]
 
 
 async def test_what_is_remembered_of_lost_workers_is_bounded(make_network, monkeypatch):

@@ -95,7 +95,8 @@ class Scene:
     def look(self, after_s: float = 0.0) -> dict[tuple[str, str], str]:
         """The causes of all troubles, after a time."""
         self.wall.now_s += after_s
-        self.watch.look()
+        for _ in self.watch.pieces():
+            pass
         return {(trouble.kind, trouble.subject): trouble.cause for trouble in self.watch.troubles.all()}
 
 
@@ -140,6 +141,18 @@ def test_an_ejection_is_a_failure(scene: Scene) -> None:
         scene.told = {"circuit": {"d": Found("it is kept from work", "see its log")}}
         found = scene.look(1.0)
     assert ("flapping", "d") in found
+
+
+def test_a_suspicion_is_no_failure(scene: Scene) -> None:
+    """A suspected worker gets work, since no more of its role can be spared."""
+    scene.members = [member("d")]
+    suspected = CircuitReport("d", "suspected", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
+    for _ in range(FLAPS):
+        scene.told = {"circuit": {}}
+        scene.look(1.0)
+        scene.told = {"circuit": circuits([suspected], [])}
+        found = scene.look(1.0)
+    assert set(found) == {("circuit", "d")}
 
 
 def test_a_log_that_cannot_be_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

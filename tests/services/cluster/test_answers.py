@@ -15,6 +15,7 @@ from services.cluster.answer_records import (
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder, name_of_answer
 from services.cluster.files import OVERHEAD_BYTES
 from services.cluster.keys import Keys
+from services.runtime.errors import StoreRefused
 from tests.waiting import until
 
 KEYS = Keys("test")
@@ -349,6 +350,46 @@ async def test_any_number_of_events_is_written_once(answers, num_events):
         state, more = await answers.events("acme", "a", first=len(stored), most=1000)
         stored += more
     assert (state, stored) == ("over", events)
+
+
+@pytest.mark.parametrize("refusal", [AnswerReply.TENANT_FULL, StoreRefused("denied")], ids=["full", "denied"])
+async def test_portions_before_a_refused_one_are_not_written_again(answers, monkeypatch, refusal):
+    await create(answers)
+    claimed = await answers.claim("me")
+    events, num_calls, run = [b"%d" % number for number in range(9000)], 0, answers._with_room
+
+    async def refuses_the_second(script, args):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls != 2:
+            return await run(script, args)
+        if isinstance(refusal, StoreRefused):
+            raise refusal
+        return refusal
+
+    monkeypatch.setattr(answers, "_with_room", refuses_the_second)
+    if isinstance(refusal, StoreRefused):
+        with pytest.raises(StoreRefused):
+            await answers.write(claimed, events)
+    else:
+        assert await answers.write(claimed, events) is refusal
+    assert 0 < claimed.num_events < len(events)
+    assert await answers.write(claimed, events[claimed.num_events :], document=b"{1}") is AnswerReply.DONE
+    stored = []
+    while len(stored) < len(events):
+        stored += (await answers.events("acme", "a", first=len(stored), most=1000))[1]
+    assert stored == events
+
+
+async def test_a_refused_response_leaves_the_earlier_one_of_its_name(patient_store, client):
+    answers = AnswerStore(patient_store, room=AnswerRoom(4000, 6000), life_s=100.0)
+    assert await put(answers, num_bytes=1000) is AnswerReply.DONE
+    found, before = await read(answers), await evictable(client)
+    assert await put(answers, num_bytes=5000) is AnswerReply.TENANT_FULL
+    assert (await read(answers), await evictable(client)) == (found, before)
+    assert await put(answers, num_bytes=2500) is AnswerReply.DONE, "the earlier one makes room for it"
+    assert len((await read(answers)).document) == 2500
+    assert await answers.swept_bytes() <= 4000
 
 
 async def test_waiting_responses_of_one_tenant_do_not_keep_others_out(patient_store):

@@ -20,7 +20,7 @@ from services.cluster.tenant_usage import Bucket, TenantLimits, TenantUsage
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
 from tests.examples import examples
-from tests.waiting import until
+from tests.waiting import HANG_LIMIT_S, settle, until
 
 NAMES = itertools.count()
 
@@ -434,10 +434,14 @@ async def test_any_number_of_tenants_and_requests_is_settled_in_bounded_scripts(
     assert refused.limit == CONCURRENCY
 
 
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["", "dropped"])
 @pytest.mark.parametrize("what", ["take", "settle"])
-async def test_a_reply_that_is_late_charges_nothing_twice(gateways, redis_server, client, what):
-    """Redis runs a command after the gateway has stopped waiting for it and has decided, or will send it, again."""
-    limiter = await gateways(starts=False, timeout_s=0.1)
+async def test_a_reply_that_is_late_charges_nothing_twice(gateways, redis_server, client, what, is_dropped):
+    """Redis runs a command after the gateway has stopped waiting for it and has decided, or will send it, again.
+
+    By then the gateway may have dropped the tenant as idle.
+    """
+    limiter = await gateways(starts=False, timeout_s=2.0)
     allowed = TenantLimits(requests_per_minute=2)
     assert (await limiter.take("t", allowed, num_requests=1)).limit == ""
     await limiter._write(renews=True)  # Redis knows both scripts from now on.
@@ -450,6 +454,8 @@ async def test_a_reply_that_is_late_charges_nothing_twice(gateways, redis_server
             limiter.settle("t", allowed, num_requests=1)
             with pytest.raises(StoreUnavailable):
                 await limiter._write()
+        if is_dropped:
+            limiter._tenants.clear()
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
     await until(lambda: not limiter._store._left_calls)
@@ -465,3 +471,18 @@ async def test_a_reply_that_is_late_charges_nothing_twice(gateways, redis_server
     left = {"take": 1.0, "settle": 0.0}[what]
     # The bucket fills while the test runs.
     assert left <= float(client.hget(bucket, "requests")) < left + 0.9
+
+
+async def test_closing_does_not_repeat_a_settle_that_runs(gateways, redis_server, client):
+    limiter = await gateways(timeout_s=HANG_LIMIT_S)
+    allowed = TenantLimits(requests_per_minute=4)
+    assert (await limiter.take("t", allowed, num_requests=1)).limit == ""
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    limiter.settle("t", allowed, num_requests=1)
+    await until(limiter._writing.locked)
+    closing = asyncio.create_task(limiter.close())
+    await settle()
+    os.kill(redis_server.pid, signal.SIGCONT)
+    await closing
+    bucket, _ = limiter._keys("t")
+    assert 2.0 <= float(client.hget(bucket, "requests")) < 2.9, "the bucket fills while the test runs"

@@ -11,12 +11,12 @@ import pytest
 import redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.redis_store import BREAKER_OPEN_S, PATIENT_TIMEOUT_S, Script, Store, is_permanent
+from services.cluster.redis_store import BREAKER_OPEN_S, MAX_LATE_CALLS, PATIENT_TIMEOUT_S, Script, Store, is_permanent
 from services.cluster.registry import watch_workers
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreRefused, StoreUnavailable
 from tests.limited_redis import LimitedRedis
-from tests.waiting import HANG_LIMIT_S, settle
+from tests.waiting import HANG_LIMIT_S, settle, until
 
 ECHO = Script("return ARGV[1]")
 
@@ -112,6 +112,20 @@ async def test_a_cancelled_call_leaves_the_connection_usable(store: Store, redis
     os.kill(redis_server.pid, signal.SIGCONT)
     for index in range(20):
         assert await store.run(ECHO, (), (f"new{index}",)) == f"new{index}".encode()
+
+
+async def test_only_a_few_late_replies_keep_a_connection(redis_server: LimitedRedis) -> None:
+    store = Store(redis_server.url, cluster="test", timeout_s=2.0)
+    late: list[bytes] = []
+    assert await store.run(ECHO, (), ("first",)) == b"first"
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    calls = [store.run(ECHO, (), (f"late{number}",), on_late=late.append) for number in range(3 * MAX_LATE_CALLS)]
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(error) for error in ended} == {StoreUnavailable}
+    os.kill(redis_server.pid, signal.SIGCONT)
+    await until(lambda: not store._left_calls)
+    assert len(late) == MAX_LATE_CALLS
+    await store.close()
 
 
 async def test_a_cancellation_passes_at_any_moment_also_while_connecting(redis_server: EmbeddedRedis) -> None:

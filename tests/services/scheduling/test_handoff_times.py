@@ -41,3 +41,9 @@ def test_a_worker_that_left_is_forgotten():
     found.forget("d1")
     assert found.slow(3.0) == []
     assert all("d1" not in pair for pair in found._times)
+
+
+def test_pairs_without_recent_handoffs_are_dropped():
+    found = times(p0_d1=0.8)
+    found.slow(MAX_AGE_S + NUM_HANDOFFS)
+    assert not found._times
