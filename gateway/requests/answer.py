@@ -58,10 +58,7 @@ class RunningAnswer:
     num_failures = 0
     num_failures_in_row = 0
     num_path_failures = 0
-    is_last_attempt = False
-    """Whether one more failure ends it: its next attempt may use workers that get no new work otherwise."""
-    avoids_handoffs = False
-    """Whether its next attempt is on one worker, because handoffs have failed on several paths."""
+    _is_last_attempt = _avoids_handoffs = False
     crowded_at = ""
     """The incarnation of the decode worker that last had no room for an attempt which it had admitted."""
     num_crowded_out = 0
@@ -134,6 +131,21 @@ class RunningAnswer:
     def has_failed(self) -> bool:
         """Whether an attempt has failed or was preempted, so that some workers or pairs come last for it."""
         return self.num_failures > 0 or bool(self.crowded_at)
+
+    @property
+    def has_advanced(self) -> bool:
+        """Whether tokens have arrived since its last failed attempt, so that earlier failures no longer count."""
+        return self.tokens.next_index > self._num_tokens_at_failure
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether one more failure ends it. Its next attempt may then use workers that otherwise get no new work."""
+        return self._is_last_attempt and not self.has_advanced
+
+    @property
+    def avoids_handoffs(self) -> bool:
+        """Whether its next attempt runs on one worker, because handoffs have failed on several paths."""
+        return self._avoids_handoffs and not self.has_advanced
 
     @property
     def bound_to(self) -> str:
@@ -251,7 +263,7 @@ class RunningAnswer:
         `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
         """
         self.num_failures += 1
-        if self.tokens.next_index > self._num_tokens_at_failure:
+        if self.has_advanced:
             self.num_failures_in_row = self.num_path_failures = 0
             self.strikes.clear()
         self.num_failures_in_row += 1
@@ -267,6 +279,10 @@ class RunningAnswer:
     def excuse_failure(self) -> None:
         """Excuses the last failure, which a death explains in which the request had no part."""
         self.num_failures_in_row -= 1
+
+    def limit_attempts(self, *, is_last: bool, avoids_handoffs: bool) -> None:
+        """Sets how further attempts are made until new tokens arrive."""
+        self._is_last_attempt, self._avoids_handoffs = is_last, avoids_handoffs
 
     def has_kept_prompt(self, prefill: Peer) -> bool:
         """Returns whether this prefill worker may still have all pages of the prompt."""

@@ -122,8 +122,7 @@ class Failover:
         most = self._policies.max_attempts
         if num_unexplained >= most or num_paths >= MAX_PATHS or request.num_failures >= MAX_FAILURES:
             raise failure.again()
-        request.is_last_attempt = num_unexplained + 1 >= most > 1
-        request.avoids_handoffs = num_paths + 1 >= MAX_PATHS
+        request.limit_attempts(is_last=num_unexplained + 1 >= most > 1, avoids_handoffs=num_paths + 1 >= MAX_PATHS)
 
     async def _wait_for_turn(self, request: RunningAnswer, max_wait_s: float) -> None:
         turn = self._budget.take(self._clock.monotonic(), max_wait_s=max_wait_s)

@@ -169,3 +169,17 @@ async def test_an_attempt_without_room_waits_longer_each_time_and_counts_at_last
     assert request.answer.is_last_attempt
     with pytest.raises(Overloaded):
         await request.end_all(["crowded"] * MAX_CROWDINGS)
+
+
+async def test_new_tokens_end_the_limits_on_the_attempts_before_the_next_failure() -> None:
+    last, path = Request(max_attempts=2), Request(max_attempts=2)
+    await last.end("internal")
+    await path.end_all(["path"] * (MAX_PATHS - 1))
+    assert last.answer.is_last_attempt
+    assert path.answer.avoids_handoffs
+    for request in (last, path):
+        request.answer.tokens.token_ids.append(7)
+        await request.end("crowded")
+        assert not request.answer.is_last_attempt
+        assert not request.answer.avoids_handoffs
+    assert path.pair() not in path.paths
