@@ -117,7 +117,7 @@ class BottleneckWatch(Collector):
         self._findings: dict[str, Finding] = {}
 
     def pieces(self) -> Iterator[None]:
-        """Samples all workers and judges. Yields after each piece, so that thousands of workers do not block the loop."""
+        """Samples all workers, and judges. Yields often, so that thousands of workers do not hold up the event loop."""
         now_s = self._clock.monotonic()
         ready = [member for member in self._members() if member.state is WorkerState.READY]
         ready_ids = {member.record.id for member in ready}
