@@ -381,6 +381,7 @@ class Gateway:
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""
         config = self._config
+        self.topology.start()  # before a client can ask: until the registry is read, requests wait
         if config.operator_port is not None:
             self.operator_port = self._grpc.listen(config.admin_host, config.operator_port, asks_for_certificate=True)
         self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
@@ -394,7 +395,6 @@ class Gateway:
         self._journals.start()
         self._quarantine.start()
         self._prefixes.start()
-        self.topology.start()
         self.requests.start()
         self.batches.start()
         self.stored.background.start()

@@ -144,7 +144,8 @@ class Placing:
         if not is_decided():
             if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
                 raise self._turns.not_awake(model) if takes_turns else lane.when_full(queue_entry)
-            patience = Deadline(queue_entry.arrived_s + LEASE_TTL_S, self._clock)
+            until_s = max(queue_entry.arrived_s + LEASE_TTL_S, self._topology.settled_at_s)
+            patience = Deadline(until_s, self._clock)
             if takes_turns:
                 patience = self._patience(request)
             self._before_queue[lane] += 1

@@ -30,6 +30,7 @@ from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.pools import NO_POOLS, Audience, Pools
 
 QUIET_S = 1.0  # a worker that has not spoken for this long has its lease looked up
+SETTLING_S = 6.0  # after a gateway's start: the registry is read, and a slow machine connects to all workers
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +68,13 @@ class Topology:
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
         self._in_order: list[Member] | None = None  # all workers by role and id, until one changes
-        self._models: dict[str | None, ModelWorkers] = {}
-        """By model, until a worker comes or goes; None: of all models."""
-        self._named_tenants: dict[str, set[str]] = {}
-        """By model, the tenants that have workers of their own, until a worker comes or goes."""
+        self._models: dict[str | None, ModelWorkers] = {}  # until a worker joins or leaves; None: of all models
+        self._named_tenants: dict[str, set[str]] = {}  # as above: the tenants that have workers of their own
         self._watchers: set[Callable[[], None]] = set()
-        self._load_watchers: set[Callable[[], None]] = set()
-        """The watchers that are told of reports of load, too."""
-        self.stale_since_s: float | None = None
-        """Since when it is unknown which workers are registered, on the event loop's clock."""
-        self._renewed_at_s: dict[str, float] = {}
-        """When the lease of each quiet worker was renewed, by its id, on the event loop's clock."""
+        self._load_watchers: set[Callable[[], None]] = set()  # for reports of load, too
+        self.stale_since_s: float | None = None  # since when it is unknown which workers are registered
+        self.settled_at_s = -math.inf  # until then, each registered worker may still be connected for the first time
+        self._renewed_at_s: dict[str, float] = {}  # when the lease of each quiet worker was renewed, by its id
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._note_leaving: Callable[[str], None] = lambda worker_id: None
         self._note_handoff: Callable[[str, str, int | TransferFailed], None] = lambda prefill, decode, outcome: None
@@ -88,6 +85,7 @@ class Topology:
     def start(self) -> None:
         """Begins to watch for silent workers, and whether there is time for every token."""
         self.stale_since_s = self.now_s()  # until the registry has been read
+        self.settled_at_s = self.stale_since_s + SETTLING_S
         self._watching = [
             supervise(partial(break_silent, self.members, self._last_renewal_s), name="silence-check"),
             supervise(self.pace.keep, name="pace"),
@@ -235,9 +233,11 @@ class Topology:
     def is_away(self, role_name: Role, model: str, *, audience: Audience) -> bool:
         """Returns whether a registered worker for these requests lost its session less than one lease time ago.
 
-        Such a worker may reconnect soon. A starting worker does not count, because its loading time is unknown.
+        Such a worker may reconnect soon, and so may each lost one right after this gateway's start. A starting worker
+        does not count, because its loading time is unknown.
         """
-        since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
+        now_s = self.now_s()
+        since_s = now_s - LEASE_TTL_S if now_s >= self.settled_at_s else -math.inf
         if self.stale_since_s is not None and (self.stale_since_s < since_s or not self.members()):
             return self.stale_since_s >= since_s  # where none is known yet, there may be one
         return any(

@@ -485,6 +485,7 @@ async def make_system(
             config = GatewayConfig(cluster=cluster_name, **{**defaults, **settings})
             gateway = Gateway(config)
             await gateway.start()
+            gateway.topology.settled_at_s = -math.inf  # tests of the first seconds set it themselves
             stack.push_async_callback(gateway.stop)
             http = await stack.enter_async_context(
                 # Certificates, which nobody shows here, take longer to load than the gateway to start.

@@ -29,7 +29,7 @@ from services.runtime.errors import (
 from services.scheduling.pools import Audience
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
 from tests.free_ports import free_port
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, settle
 from worker.sessions import StepTokens
 
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -789,6 +789,24 @@ async def test_nobody_waits_for_a_worker_that_has_been_away_for_longer_than_a_le
     await system.until(lambda: not system.gateway.topology.is_away("decode", "tiny", audience=Audience()))
     assert (await system.complete()).status_code == 503
     assert [member.is_listed for member in system.gateway.topology.members()] == [True]
+
+
+async def test_requests_wait_for_the_first_connection_to_a_worker(make_system, worker_type, pair, lose):
+    """A new gateway beside many workers connects to some of them later than a lease lasts."""
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    topology = system.gateway.topology
+    await lose(system, worker, wait_s=0.0, away_s=0.0)
+    assert (await system.complete()).status_code == 503
+    topology.settled_at_s = topology.now_s() + HOURS_S
+    request = asyncio.create_task(system.complete(max_tokens=100))
+    await system.until(lambda: system.gateway.requests._placing._before_queue.total() == 1)
+    await settle()
+    assert not request.done()
+    topology.settled_at_s = topology.now_s()
+    assert (await system.complete()).status_code == 503, "the time is over, and nothing has come"
+    request.cancel()
+    await asyncio.wait((request,))
 
 
 async def test_nobody_waits_for_a_worker_while_redis_has_been_away_for_longer_than_a_lease_lasts(

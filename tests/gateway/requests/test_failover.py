@@ -117,7 +117,8 @@ class Request:
         prefill, decode = pair or (None, "d0")
         named = [name and SimpleNamespace(peer=SimpleNamespace(incarnation=name)) for name in (prefill, decode)]
         self.answer.attempt = cast(Any, SimpleNamespace(
-            prefill=named[0], decode=named[1], fault=fault, is_move=False, giver=None, prompt_done_at_s=None, close=lambda: None,
+            prefill=named[0], decode=named[1], fault=fault, is_move=False, giver=None, prompt_done_at_s=None,
+            close=lambda: None,
         ))  # fmt: skip
         if kind == "crowded":
             await self.failover.after_crowding(self.answer, CrowdedOut("x"))
