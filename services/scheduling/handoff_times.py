@@ -4,7 +4,9 @@ A slow pair is named to operators, and neither of its workers is blamed. It stay
 measured speed of its link.
 """
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -53,17 +55,26 @@ class HandoffTimes:
 
     def slow(self, now_s: float) -> list[SlowPair]:
         """Returns the pairs that are slow now, slowest first."""
-        recent = {pair: list(times) for pair, times in self._times.items() if now_s - times[0][0] <= MAX_AGE_S}
+        self._times = {pair: times for pair, times in self._times.items() if now_s - times[-1][0] <= MAX_AGE_S}
+        recent = {pair: times for pair, times in self._times.items() if now_s - times[0][0] <= MAX_AGE_S}
         ratios = {
             pair: median((took_s + FLOOR_S) / (expected_s + FLOOR_S) for _, took_s, expected_s in times)
             for pair, times in recent.items()
         }
+        in_order = sorted(ratios.values())
         found = []
         for pair, times in recent.items():
             late_s = median(took_s - expected_s for _, took_s, expected_s in times)
             if len(times) < NUM_HANDOFFS or late_s < MIN_LATE_S or ratios[pair] < SLOW_RATIO:
                 continue
-            others = median([ratio for other, ratio in ratios.items() if other != pair] or [1.0])
+            others = _median_without(in_order, ratios[pair])
             if ratios[pair] >= SLOW_RATIO * others:
                 found.append(SlowPair(pair, ratios[pair], others, median(took_s for _, took_s, _ in times)))
         return sorted(found, key=lambda one: -one.ratio)
+
+
+def _median_without(in_order: Sequence[float], ratio: float) -> float:
+    """Returns the median of sorted ratios without `ratio`, which is one of them. Returns 1 if no other is left."""
+    at, num = bisect_left(in_order, ratio), len(in_order) - 1
+    middle = (in_order[place + (place >= at)] for place in ((num - 1) // 2, num // 2))
+    return sum(middle) / 2 if num else 1.0
