@@ -4,7 +4,7 @@ The caller decides what an open breaker means.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.runtime.breaker import MAX_ERRORS, MAX_OPEN_S, WINDOW_S, Breaker, CircuitState
 
@@ -34,6 +34,10 @@ class Breakers:
         """Breakers that are open now, those with a probe under way included."""
         # Asked several times for each request, and nearly always nothing has failed lately.
         return sum(breaker.opened_at_s is not None for breaker in self._breakers.values()) if self._breakers else 0
+
+    def known(self) -> list[Any]:
+        """Returns the keys with an open breaker or a counted error."""
+        return list(self._breakers)
 
     def is_open(self, key: Hashable) -> bool:
         """Returns whether this breaker is open."""

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests import failover
+from gateway.requests import failover, pair_circuits
+from gateway.requests.pair_circuits import PairCircuits
 from protos import worker_pb2
+from services.runtime.clock import ManualClock
 from services.runtime.errors import (
     ChannelUnreachable,
     InternalError,
@@ -16,6 +18,8 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from services.runtime.worker_state import WorkerState
+from services.scheduling.breakers import FORGET_AFTER_S
 
 ANSWER = [5, 6, 7, 1]
 ADVICE = "127.0.0.1:40053 cannot be reached: let the firewall pass the transfer port"
@@ -248,7 +252,7 @@ async def test_a_worker_that_left_takes_its_circuits_with_it(make_network):
     await network.system.workers.pop("decode-0").stop()
     await network.system.until(lambda: network.system.gateway.topology.member("decode-0") is None)
     assert not pairs.has_blocked
-    assert not any("decode-0" in pair for pair in pairs._proven)
+    assert not any("decode-0" in pair for pair in pairs._breakers.known())
 
 
 async def test_what_is_remembered_of_lost_workers_is_bounded(make_network, monkeypatch):
@@ -310,3 +314,57 @@ async def test_a_last_attempt_may_use_an_ejected_worker(make_network):
     await network.system.until(lambda: watch.circuit("decode-0") in ("open", "half_open"))
     await network.ask()
     assert len(of_clients(network.system.workers["decode-0"].attempts)) == 1
+
+
+def attempt_of(prefill, decode, *, incarnation="1"):
+    """An attempt on two workers. `incarnation` is of the processes of both."""
+    sessions = [
+        SimpleNamespace(peer=SimpleNamespace(worker_id=one, incarnation=one + incarnation)) for one in (prefill, decode)
+    ]
+    return SimpleNamespace(prefill=sessions[0], decode=sessions[1], probes=set())
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def circuits(clock):
+    """Circuits of workers that are all ready."""
+    return PairCircuits(SimpleNamespace(member=lambda _: SimpleNamespace(state=WorkerState.READY)), clock=clock)
+
+
+def test_a_pair_that_was_blocked_for_long_is_unblocked_by_a_trial(circuits, clock):
+    circuits.failed(attempt_of("p", "d"), PeerUnreachable("cut"))
+    clock.advance(FORGET_AFTER_S + 1)
+    circuits.failed(attempt_of("p", "e"), PeerUnreachable("cut"))
+    circuits.due_for_trial()
+    clock.advance(2.0)
+    assert ("p", "d") in circuits.due_for_trial()
+    trial = attempt_of("p", "d")
+    circuits.begin_trial(trial, "p")
+    circuits.succeeded(trial)
+    assert not circuits.is_blocked(("p", "d"))
+
+
+def test_a_worker_that_left_takes_its_counted_errors_with_it(circuits):
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    circuits.forget("d")
+    circuits.failed(attempt_of("p", "d", incarnation="2"), TransferFailed("broke"))
+    assert not circuits.has_blocked
+
+
+def test_a_pair_is_proven_for_the_life_of_its_processes_and_the_number_is_bounded(circuits, monkeypatch):
+    monkeypatch.setattr(pair_circuits, "MAX_PROVEN", 2)
+
+    def is_proven(decode, **which):
+        attempt = attempt_of("p", decode, **which)
+        return circuits.is_proven(attempt.prefill.peer, attempt.decode.peer)
+
+    for decode in ("a", "b", "a", "c"):
+        circuits.succeeded(attempt_of("p", decode))
+    assert [is_proven(decode) for decode in "abc"] == [True, False, True]
+    assert not is_proven("a", incarnation="2")
+    circuits.failed(attempt_of("p", "a"), TransferFailed("broke"))
+    assert [is_proven(decode) for decode in "abc"] == [False, False, True]
