@@ -59,9 +59,9 @@ class RunningAnswer:
     num_failures_in_row = 0
     num_path_failures = 0
     is_last_attempt = False
-    """Whether one more failure ends it: its next attempt may use workers that get no new work otherwise."""
+    """Whether one more failure before the next token ends it. Its attempt may use workers that are kept from work."""
     avoids_handoffs = False
-    """Whether its next attempt is on one worker, because handoffs have failed on several paths."""
+    """Whether its attempts until the next token use one worker, because handoffs have failed on several paths."""
     crowded_at = ""
     """The incarnation of the decode worker that last had no room for an attempt which it had admitted."""
     num_crowded_out = 0
@@ -134,6 +134,11 @@ class RunningAnswer:
     def has_failed(self) -> bool:
         """Whether an attempt has failed or was preempted, so that some workers or pairs come last for it."""
         return self.num_failures > 0 or bool(self.crowded_at)
+
+    @property
+    def has_advanced(self) -> bool:
+        """Whether a token has arrived since the last failure, so that earlier failures no longer limit attempts."""
+        return self.tokens.next_index > self._num_tokens_at_failure
 
     @property
     def bound_to(self) -> str:
@@ -251,7 +256,7 @@ class RunningAnswer:
         `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
         """
         self.num_failures += 1
-        if self.tokens.next_index > self._num_tokens_at_failure:
+        if self.has_advanced:
             self.num_failures_in_row = self.num_path_failures = 0
             self.strikes.clear()
         self.num_failures_in_row += 1

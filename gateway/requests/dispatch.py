@@ -374,7 +374,7 @@ class Dispatcher:
         model, pairs = request.spec.model, self.pairs
         if self._topology.is_uniform(model) and not (request.has_failed or pairs.has_blocked):
             return None
-        if request.avoids_handoffs:
+        if request.avoids_handoffs and not request.has_advanced:
             return lambda prefill, decode: False
         fitting: dict[str, set[str]] = {}
 
@@ -415,7 +415,8 @@ class Dispatcher:
         of what the cluster can do go by what was measured.
         """
         watch, worker_ids = self.watch, views.worker_ids
-        usable = watch.last_resort(worker_ids) if request.is_last_attempt else watch.usable(worker_ids)
+        is_last = request.is_last_attempt and not request.has_advanced
+        usable = watch.last_resort(worker_ids) if is_last else watch.usable(worker_ids)
         if usable is not worker_ids:
             views = views.only(frozenset(usable))
         if not watch.has_weak_gpus:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import CrowdedOut
+from gateway.requests.dispatch import Dispatcher
 from gateway.requests.failover import MAX_CROWDINGS, MAX_FAILURES, MAX_PATHS, TRY_AGAIN, Failover, reason_of
 from gateway.requests.fault import Fault
 from gateway.requests.policies import Policies
@@ -169,3 +170,34 @@ async def test_an_attempt_without_room_waits_longer_each_time_and_counts_at_last
     assert request.answer.is_last_attempt
     with pytest.raises(Overloaded):
         await request.end_all(["crowded"] * MAX_CROWDINGS)
+
+
+def dispatcher() -> Any:
+    """A dispatcher of one pair of workers, of which the decode worker is ejected."""
+    found: Any = Dispatcher.__new__(Dispatcher)
+    found.watch = SimpleNamespace(last_resort=lambda ids: ids, usable=lambda ids: ids[:1], has_weak_gpus=False)
+    found.pairs = SimpleNamespace(has_blocked=False, is_blocked=lambda pair: False)
+    session = SimpleNamespace(peer=None)
+    found._topology = SimpleNamespace(
+        is_uniform=lambda model: True, decode_session=lambda decode_id: session, prefill_ids=lambda model, decode: ["p"]
+    )
+    return found
+
+
+async def test_the_limits_of_a_last_attempt_end_with_the_next_token() -> None:
+    """An answer that moves, or finds no room, has no failure that would decide anew."""
+    request, used = Request(max_attempts=2), dispatcher()
+    answer: Any = request.answer
+    answer.spec.model = "m"
+    views = SimpleNamespace(worker_ids=["a", "b"], only=sorted)
+
+    def limits() -> tuple[Any, bool]:
+        p, d = (SimpleNamespace(worker_id=name, incarnation=name) for name in "pd")
+        return used._usable(answer, views, None, None), used._fits(answer)(p, d)
+
+    await request.end("internal")
+    for _ in range(MAX_PATHS - 1):
+        await request.end("path")
+    assert limits() == (views, False)
+    answer.tokens.token_ids.append(7)
+    assert limits() == (["a"], True)
