@@ -457,7 +457,7 @@ def all_moved():
     metrics.watch(bottlenecks)
     for _ in range(2):
         clock.advance(10.0)
-        bottlenecks.look()
+        list(bottlenecks.pieces())
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})
     metrics.watch_troubles(Troubles(), Presence(lambda: {"decode": 1}))
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)
