@@ -97,11 +97,10 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Everything that one process serves. Raises ModelError if a model folder cannot be used, ConfigError for the
-    models file.
+    """Everything that one process serves. Raises ModelError for a bad model folder, ConfigError for a bad models file.
 
-    With `secrets` only workers are used whose records a holder of one has signed. To be made on the event loop that
-    runs it.
+    With `secrets`, the gateway uses only workers whose records are signed with one of them. Must be created on the
+    event loop that runs it.
     """
 
     def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
@@ -109,15 +108,14 @@ class Gateway:
         catalog = model_catalog(config, entries)
         self.incarnation = new_incarnation()
         self.http_port = self.grpc_port = self.admin_port = self.operator_port = 0
-        self._config = config
-        self._secrets = secrets
+        self._config, self._secrets = config, secrets
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         # A connection of its own: an answer that is large and late must not keep others from asking.
         self._page_store = Store(config.redis, cluster=config.cluster)
         self._prefixes = PrefixView(PrefixIndex(self._page_store))
-        self.metrics = Metrics()
+        self.metrics, self.troubles = Metrics(), Troubles()
         self.limiter = Limiter(self._store, gateway=self.incarnation)
         self.door = FrontDoor(
             self.limiter,
@@ -129,10 +127,11 @@ class Gateway:
         self._queues: dict[str, AdmissionQueue] = {}
         """Each model has its own, or a full one would hold up the others."""
         self.topology = self._make_topology(catalog)
-        self.troubles = Troubles()
-        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, told=self._told)
         self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
         self.requests, self.embedder = self._make_requests(catalog)
+        self._trouble_watch = TroubleWatch(
+            self.troubles, self.topology, self._store, told=self._told, reports=self.requests.circuits
+        )
         self._feed = Feed(
             self.requests,
             topology=self.topology,
@@ -479,12 +478,8 @@ class Gateway:
                     service_manager.tell_status("serving" if is_ready else f"not ready: {NOT_READY}")
 
     async def _follow_workers(self) -> None:
-        watch = watch_workers(
-            self._store,
-            secrets=self._secrets,
-            suspects=self.topology.quiet_workers,
-            on_renewals=self.topology.take_renewals,
-        )
+        quiet_workers, take_renewals = self.topology.quiet_workers, self.topology.take_renewals
+        watch = watch_workers(self._store, secrets=self._secrets, suspects=quiet_workers, on_renewals=take_renewals)
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 if not membership.is_stale:  # A restarted watch does not know the workers before Redis answers.

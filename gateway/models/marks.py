@@ -1,7 +1,8 @@
 """Keeps the text of clients from becoming marks of the conversation, such as the tokens that begin a turn. Pure.
 
-A mark is an added token of the tokenizer that is special or contains a sign, such as `<`. Chat templates write marks. A
-client that could write one would write turns of other roles, so a mark in a client's string is encoded as plain text.
+A mark is an added token of the tokenizer, which is one token wherever its text occurs. Added tokens that are not
+special and consist only of letters, digits, underscores, and white space are not marks. Chat templates write marks. A
+client that could write a mark could write turns of other roles, so marks in a client's strings become plain text.
 """
 
 import re
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 _WORDS = re.compile(r"[\w\s]*")
-"""Added tokens of letters, digits, underscores, and white space extend the vocabulary. They are text, not marks."""
+"""Added tokens of letters, digits, underscores, and white space extend the vocabulary. Unless they are special, they
+are ordinary text, not marks."""
 
 
 class Stretch(NamedTuple):

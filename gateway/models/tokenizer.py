@@ -108,9 +108,10 @@ class ModelTokenizer:
         `more` is told to the template as it is, as far as it knows the names. With CONTINUES the token ids end where
         the text of the last message does, so that the answer continues it.
 
-        Marks of the template are encoded as added tokens. The same texts in messages, tools, and `more` are encoded as
-        ordinary text, except reasoning marks in the content of an assistant's message. Raises InvalidRequest if the
-        template refuses the messages.
+        Added tokens that the template writes stay tokens. Marks (see `gateway.models.marks`) inside messages, tools,
+        and `more` are encoded as ordinary text, except reasoning marks in the content of an assistant's message. Added
+        tokens that are no marks, such as words, stay tokens there too. Raises InvalidRequest if the template refuses
+        the messages.
         """
         if not self._has_developer:
             # OpenAI's newer name for it; a template that does not know it leaves the message out, or worse.

@@ -1,7 +1,7 @@
-"""What holds each model back now: a sample of all workers each second, and the judgement of the last seconds of them.
+"""Samples all workers each second, and finds the bottleneck of each model from the samples of the last seconds.
 
-Workers count the seconds in which they compute; how full decode workers are follows from the law of their steps, which
-says what they would do with the largest batch. The judgement itself is `services.scheduling.bottleneck`.
+Workers count the seconds in which they compute. The load of a decode worker is its token rate as a share of its rate
+with the largest batch, according to its measured step times. `services.scheduling.bottleneck` makes the decision.
 """
 
 from collections import Counter, deque
@@ -23,16 +23,16 @@ from services.scheduling.capacity import largest_batch, tokens_per_s
 from services.scheduling.entry import ServiceClass
 
 WINDOW_S = 10
-"""Samples, one a second, whose means are judged."""
+"""Length of the window over which samples are averaged, in seconds. There is one sample per second."""
 PIECE_WORKERS = 250
-"""Workers that are sampled at once. Sampling this many takes a few milliseconds."""
+"""Number of workers that are sampled without a pause. Sampling them takes a few milliseconds."""
 MAX_BATCH = 256
-"""The largest batch of a decode worker that does not say it."""
+"""Assumed largest batch of a decode worker that does not report it."""
 BATCH = ServiceClass.BATCH.name.lower()
 
 
 class _Sample(NamedTuple):
-    """One worker at one moment. `fill`: what it does of what it could while it computes; None: it has no work."""
+    """One worker at one moment. `fill` is its share of the maximum token rate, or None if the worker has no work."""
 
     at_s: float
     step_s: float | None
@@ -80,7 +80,7 @@ class _Window:
 
 
 class _Moment(NamedTuple):
-    """One model's answers, and what the gateway's thread had done, at one moment."""
+    """The responses of one model, and the busy time of the gateway's thread, at one moment."""
 
     at_s: float
     busy_s: float
@@ -90,9 +90,10 @@ class _Moment(NamedTuple):
 
 
 class BottleneckWatch(Collector):
-    """A collector of metrics. The caller runs all `pieces` each second, in the thread whose busy time `busy_s` returns.
+    """Finds the bottleneck of each model, and exports it as metrics.
 
-    `members` are all workers, `population` all answers by model, class and state. `itl_target_s` limits batches.
+    Its caller runs `pieces` each second, in the thread whose busy time `busy_s` returns. `members` returns all workers,
+    and `population` the number of responses by model, class, and state. `itl_target_s` limits batches.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class BottleneckWatch(Collector):
         self._findings: dict[str, Finding] = {}
 
     def pieces(self) -> Iterator[None]:
-        """Samples all workers, and judges. Yields often, so that thousands of workers do not hold up the event loop."""
+        """Samples all workers and finds the bottlenecks. Yields between parts, so that other tasks can run."""
         now_s = self._clock.monotonic()
         ready = [member for member in self._members() if member.state is WorkerState.READY]
         ready_ids = {member.record.id for member in ready}
@@ -130,8 +131,9 @@ class BottleneckWatch(Collector):
             uses.setdefault(member.record.model, []).append(window.use(member.record.role))
             if number % PIECE_WORKERS == 0:
                 yield
+                now_s = self._clock.monotonic()
         self._windows = windows
-        self._count(self._clock.monotonic(), self._busy_s())
+        self._count(now_s, self._busy_s())
         for model, moments in self._moments.items():
             yield
             snapshot = self._snapshots[model] = Snapshot(

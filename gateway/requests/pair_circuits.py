@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 MAX_ERRORS = 2
 """Failed handoffs in a row that open a pair's circuit. A peer that cannot be reached opens it at once."""
-MAX_PROVEN = 16_384
-"""Maximum number of pairs that are known to have a Link. A gateway uses fewer pairs at a time."""
 WINDOW_S = 30.0
 """Maximum age of the first of these failures, in seconds. A handoff may take several seconds to fail."""
+MAX_PROVEN = 16_384
+"""Maximum number of pairs of processes whose last handoff is known to have succeeded."""
 
 Pair = tuple[str, str]
 """IDs of the prefill worker and the decode worker."""
@@ -41,8 +41,8 @@ class PairCircuits:
         self._breakers = Breakers(max_errors=MAX_ERRORS, window_s=WINDOW_S)
         self._reasons: dict[Pair, str] = {}
         """The error that blocked each pair."""
-        self._proven: dict[Pair, tuple[str, str]] = {}
-        """The incarnations of the pairs whose last handoff succeeded, so that they have a Link. Latest last."""
+        self._proven: dict[tuple[str, str], None] = {}
+        """The processes between which the last handoff succeeded, by incarnation, oldest first: they have a Link."""
 
     @property
     def has_blocked(self) -> bool:
@@ -55,7 +55,7 @@ class PairCircuits:
 
     def is_proven(self, prefill: Peer, decode: Peer) -> bool:
         """Returns whether the last handoff between these two processes succeeded."""
-        return self._proven.get((prefill.worker_id, decode.worker_id)) == (prefill.incarnation, decode.incarnation)
+        return (prefill.incarnation, decode.incarnation) in self._proven
 
     def reports(self) -> list[CutPairReport]:
         """Returns the blocked pairs whose workers are in rotation."""
@@ -69,8 +69,8 @@ class PairCircuits:
     def due_for_trial(self) -> list[Pair]:
         """Returns the blocked pairs in rotation that a trial should use now."""
         now_s = self._clock.monotonic()
-        for pair in self._reasons:  # Breakers that nothing touches are dropped, and then trials would have no outcome.
-            self._breakers.trip(pair, now_s)
+        for pair in self._reasons:
+            self._breakers.trip(pair, now_s)  # `Breakers` drops breakers that have not changed for a long time.
         return [pair for pair in self._reasons if not self._breakers.shut([pair], now_s) and self._is_in_rotation(pair)]
 
     def begin_trial(self, attempt: "Attempt", prefill_id: str) -> None:
@@ -87,8 +87,9 @@ class PairCircuits:
         pair = prefill.worker_id, decode.worker_id
         if pair in self._reasons and pair not in attempt.probes:
             return  # The handoff began before the path failed. The next trial decides.
-        self._proven.pop(pair, None)
-        self._proven[pair] = prefill.incarnation, decode.incarnation
+        processes = prefill.incarnation, decode.incarnation
+        self._proven.pop(processes, None)
+        self._proven[processes] = None
         if len(self._proven) > MAX_PROVEN:
             del self._proven[next(iter(self._proven))]
         attempt.probes.discard(pair)
@@ -100,8 +101,9 @@ class PairCircuits:
         """Records that the path between the attempt's workers failed, although both are alive."""
         if attempt.prefill is None:
             return
-        pair, now_s = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id), self._clock.monotonic()
-        self._proven.pop(pair, None)
+        prefill, decode, now_s = attempt.prefill.peer, attempt.decode.peer, self._clock.monotonic()
+        pair = prefill.worker_id, decode.worker_id
+        self._proven.pop((prefill.incarnation, decode.incarnation), None)
         self._breakers.failed(pair, now_s, is_probe=pair in attempt.probes)
         attempt.probes.discard(pair)
         if isinstance(error, PeerUnreachable):
@@ -119,7 +121,7 @@ class PairCircuits:
 
     def forget(self, worker_id: str) -> None:
         """Drops the circuits of a worker that has left."""
-        for pair in [pair for pair in self._breakers.known() if worker_id in pair]:
+        for pair in [pair for pair in {*self._breakers.known(), *self._reasons} if worker_id in pair]:
             self._reasons.pop(pair, None)
             self._breakers.forget(pair)
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from services.runtime.breaker import CircuitState
 from services.runtime.worker_state import WorkerState
 
 FLAPS = 3
@@ -14,12 +15,17 @@ MAX_WORKERS = 16_384
 
 
 class SeenWorker(NamedTuple):
-    """A registered worker. `is_ejected` is true if its circuit is open."""
+    """A registered worker."""
 
     id: str
     incarnation: str
     state: WorkerState
-    is_ejected: bool
+    circuit: CircuitState = "closed"
+
+    @property
+    def is_ejected(self) -> bool:
+        """Whether the worker is kept from work. A suspected worker still gets work."""
+        return self.circuit in ("open", "half_open")
 
 
 class FlapCounter:
@@ -31,7 +37,7 @@ class FlapCounter:
 
     def __init__(self) -> None:
         self._ready: dict[str, str] = {}
-        """Incarnation of each worker that was ready and not ejected at the last check."""
+        """Incarnation of each worker that was ready with a closed circuit and has not failed since."""
         self._failed_at_s: dict[str, deque[float]] = {}
         """Times of the failures of each worker, oldest first."""
 
@@ -47,6 +53,8 @@ class FlapCounter:
             worker.id: worker.incarnation
             for worker in present.values()
             if worker.state == WorkerState.READY and not worker.is_ejected
+            # A suspected worker that was ejected before has not recovered.
+            if worker.circuit != "suspected" or self._ready.get(worker.id) == worker.incarnation
         }
         for worker_id, failed_at_s in list(self._failed_at_s.items()):
             while failed_at_s and failed_at_s[0] <= now_s - FLAP_WINDOW_S:

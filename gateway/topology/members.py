@@ -327,7 +327,6 @@ class Topology:
         """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""
         logger.error("workers do not fit", extra={"prefill": prefill.worker_id, "decode": decode.worker_id})
         self._mismatched.add((prefill.incarnation, decode.incarnation))
-        self._models.clear()
 
     def drain(self, worker_id: str) -> Member:
         """Takes a worker out of rotation and tells it to leave. Raises NotFound or WorkerUnavailable."""
@@ -364,7 +363,6 @@ class Topology:
             watchers.discard(note)
 
     def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
-        self._in_order = None
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             if (member.record.state, record.state) == (WorkerState.DRAINING, WorkerState.READY):
@@ -436,7 +434,6 @@ class Topology:
         member = role.members.pop(worker_id, None)
         if member is None:
             return
-        self._in_order = None
         in_order = member.is_leaving or member.is_drain_asked or member.record.state == WorkerState.DRAINING
         self.presence.left(seen_of(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
         if member.keeper is not None:

@@ -120,13 +120,17 @@ class TroubleWatch:
         store: Store,
         *,
         told: Callable[[], Mapping[Kind, Mapping[str, Found]]],
+        reports: Callable[[], Mapping[str, CircuitReport]],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`told` gives what other parts of the gateway know to be wrong, by kind; those kinds are theirs."""
+        """`told` returns the troubles that other parts of the gateway find, for all kinds that they look for. `reports`
+        returns the workers whose circuits are not closed.
+        """
         self.troubles = troubles
         self._topology = topology
         self._store = store
         self._told = told
+        self._reports = reports
         self._clock = clock
         self._clocks = _Lasting(CLOCK_OFF_FOR_S)
         self._redis = _Lasting(SLOW_REDIS_FOR_S)
@@ -161,7 +165,7 @@ class TroubleWatch:
         troubles.settle("kernels", without_kernels(members))
         yield
         told = dict(self._told())
-        troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, told.get("circuit", {})), now_s)))
+        troubles.settle("flapping", flapping(self._flaps.check(seen_workers(members, self._reports()), now_s)))
         troubles.settle("log", lost_lines(logs.lost))
         yield
         told["hot_spot"] = self._hot.of({**told.get("hot_spot", {}), **hot_prefills(members)}, now_s)
@@ -253,13 +257,10 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
     return found
 
 
-def seen_workers(members: Iterable[Member], circuits: Mapping[str, Found]) -> list[SeenWorker]:
-    """Returns the registered workers. Those with a circuit get no work, except suspected workers."""
-    ejected = {worker_id for worker_id, found in circuits.items() if not found.cause.startswith(_SUSPECTED)}
-    return [
-        SeenWorker(member.record.id, member.record.incarnation, member.state, member.record.id in ejected)
-        for member in members
-    ]
+def seen_workers(members: Iterable[Member], reports: Mapping[str, CircuitReport]) -> list[SeenWorker]:
+    """Returns the registered workers with their circuits. `reports` holds the circuits that are not closed."""
+    seen = [SeenWorker(member.record.id, member.record.incarnation, member.state) for member in members]
+    return [one._replace(circuit=reports[one.id].state) if one.id in reports else one for one in seen]
 
 
 def flapping(num_failures: Mapping[str, int]) -> Mapping[str, Found]:
@@ -292,9 +293,6 @@ def without_kernels(members: Iterable[Member]) -> Mapping[str, Found]:
         for member in members
         if member.record.kernels_error
     }
-
-
-_SUSPECTED = f"it {CIRCUIT_WORDS['suspected']}:"
 
 
 def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:

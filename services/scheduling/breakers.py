@@ -36,7 +36,7 @@ class Breakers:
         return sum(breaker.opened_at_s is not None for breaker in self._breakers.values()) if self._breakers else 0
 
     def known(self) -> list[Any]:
-        """Returns the keys that have counted an error."""
+        """Returns the keys with an open breaker or a counted error."""
         return list(self._breakers)
 
     def is_open(self, key: Hashable) -> bool:

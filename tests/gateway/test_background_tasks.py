@@ -13,7 +13,7 @@ from gateway.topology.session import WorkerSession
 from services.cluster import rate_limits
 from services.cluster.decision_board import DecisionBoard
 from services.cluster.wakeups import _Subscription
-from services.runtime import background_tasks, idle_connections
+from services.runtime import background_tasks, idle_connections, service_manager
 from services.runtime.background_tasks import FAILING_AFTER, PROCESS_TASKS
 from tests.test_house import sources
 
@@ -144,6 +144,8 @@ async def cluster_of(system):
 @pytest.mark.parametrize(("name", "is_vital"), [("workers", True), ("storage", False), ("troubles", False)])
 async def test_a_loop_that_keeps_failing_is_shown_until_it_works(system, monkeypatch, pair_type, name, is_vital):
     monkeypatch.setattr(background_tasks, "RECOVERED_S", 0.5)
+    states = []
+    monkeypatch.setattr(service_manager, "tell_status", states.append)
     await system.add_pair(pair_type(ANSWER))
     await system.until(system.gateway.is_ready)
     fault = Fault(monkeypatch, *LOOPS[name](system), num_left=10**9)
@@ -164,6 +166,7 @@ async def test_a_loop_that_keeps_failing_is_shown_until_it_works(system, monkeyp
         assert (await system.complete(max_tokens=4)).status_code == 200
     else:
         assert (await system.http.get("/ready")).status_code == 503
+        await system.until(lambda: states[-1:] == ["not ready: too few workers, or a failing task"])
     fault.num_left = 0
     await system.until(lambda: not PROCESS_TASKS.failing())
     await system.until(lambda: not any(one.kind == "background_task" for one in system.gateway.troubles.all()))

@@ -223,3 +223,25 @@ def test_many_workers_are_sampled_in_pieces(cluster: Cluster) -> None:
     next(pieces)
     assert cluster.told() == [], "what is not complete is not judged"
     assert len(list(pieces)) >= 1
+
+
+def test_time_between_pieces_is_measured_by_one_clock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway and the worker are always busy, and other tasks run for a second between the first two pieces."""
+    monkeypatch.setattr("gateway.observability.bottlenecks.PIECE_WORKERS", 1)
+    cluster.add("prefill", "p-0")
+    worker = cluster.add("prefill", "p-1")
+
+    def pass_a_second() -> None:
+        cluster.clock.advance(1.0)
+        cluster.busy_s += 1.0
+        worker.session.counts = Counts({}, {}, {}, None, cluster.busy_s)
+
+    pass_a_second()
+    pieces = cluster.watch.pieces()
+    next(pieces)
+    pass_a_second()
+    list(pieces)
+    pass_a_second()
+    list(cluster.watch.pieces())
+    assert cluster.loads()["gateway compute"] == 1.0
+    assert cluster.watch._windows["p-1", "p-1"].use("prefill").compute == 1.0

@@ -21,10 +21,13 @@ def answer(tokenizer):
 @pytest.fixture
 def pair(pair_type, answer):
     class Patient(pair_type):
-        """Leaves a test time to begin the drain before the answer is complete."""
+        """Leaves a test time to begin the drain, and until `has_moved`, before the answer is complete."""
+
+        has_moved = staticmethod(lambda: True)
 
         def step_s_of(self, attempt):
-            is_early = attempt.worker.worker_id == "decode-0" and attempt.worker.load.state == READY
+            is_ready = attempt.worker.load.state == READY
+            is_early = attempt.worker.worker_id == "decode-0" and (is_ready or not self.has_moved())
             return 0.06 if is_early else 0.005
 
     return Patient(answer)
@@ -62,6 +65,7 @@ async def test_an_answer_moves_with_its_pages(system, worker_type, pair, answer)
     request = asyncio.create_task(ask(system, seed=3))
     leaving = await begun(system)
     taker = await system.add(decode_of(pair, worker_type, 1))
+    pair.has_moved = lambda: taker.attempts
     leaving.drain()
     body = await request
     assert body["choices"][0]["token_ids"] == answer
@@ -86,6 +90,7 @@ async def test_the_stream_notices_nothing(system, worker_type, pair, answer, rea
     )
     leaving = await begun(system, 3)
     taker = await system.add(decode_of(pair, worker_type, 1))
+    pair.has_moved = lambda: len(taker.attempts) == 3
     leaving.drain()
     *chunks, done = read_sse((await request).text)
     assert done == "[DONE]"
@@ -111,6 +116,7 @@ async def test_a_refused_answer_goes_on_and_asks_again(system, worker_type, pair
     request = asyncio.create_task(ask(system))
     leaving = await begun(system)
     taker = await system.add(worker_type("decode", "decode-1", refuses_twice))
+    pair.has_moved = lambda: len(taker.attempts) == 3
     leaving.drain()
     assert (await request)["choices"][0]["token_ids"] == answer
     assert [attempt.key[1] for attempt in taker.attempts] == [2, 3, 4]
@@ -174,6 +180,7 @@ async def test_a_transfer_that_fails_is_an_ordinary_failover(system, worker_type
     leaving = await begun(system)
     leaving.on_hand_over = fails
     taker = await system.add(decode_of(pair, worker_type, 1))
+    pair.has_moved = lambda: taker.attempts
     leaving.drain()
     assert (await request)["choices"][0]["token_ids"] == answer
     assert [attempt.request.from_decode for attempt in taker.attempts] == [True, False]
@@ -211,6 +218,7 @@ async def test_an_answer_stays_rather_than_use_a_path_that_failed(system, worker
         return await offer(*args)
 
     monkeypatch.setattr(moves, "_offer", offered)
+    pair.has_moved = is_blocked
     leaving.drain()
     for request in requests:
         assert (await request)["choices"][0]["token_ids"] == answer
@@ -226,6 +234,7 @@ async def test_death_of_the_taker_before_the_handover_leaves_the_answer_where_it
     request = asyncio.create_task(ask(system))
     leaving = await begun(system)
     taker = await system.add(worker_type("decode", "decode-1", dies))
+    pair.has_moved = lambda: taker.attempts
     leaving.drain()
     assert (await request)["choices"][0]["token_ids"] == answer
     assert len(taker.attempts) == 1

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests import failover
+from gateway.requests import failover, pair_circuits
 from gateway.requests.pair_circuits import PairCircuits
-from gateway.topology.session import Peer
 from protos import worker_pb2
 from services.runtime.clock import ManualClock
 from services.runtime.errors import (
@@ -20,6 +19,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.worker_state import WorkerState
+from services.scheduling.breakers import FORGET_AFTER_S
 
 ANSWER = [5, 6, 7, 1]
 ADVICE = "127.0.0.1:40053 cannot be reached: let the firewall pass the transfer port"
@@ -232,7 +232,7 @@ async def test_a_peer_that_died_blames_no_pair(make_network):
             return
         dead.gives_word = False
         attempt.fail(PeerUnreachable("the Link broke"))
-        await network.system.until(lambda: attempt.key in dead.cancelled)
+        await asyncio.sleep(0.02)
         await dead.die()
 
     network.system.workers["prefill-0"].script = reports_a_death
@@ -252,54 +252,7 @@ async def test_a_worker_that_left_takes_its_circuits_with_it(make_network):
     await network.system.workers.pop("decode-0").stop()
     await network.system.until(lambda: network.system.gateway.topology.member("decode-0") is None)
     assert not pairs.has_blocked
-    assert pairs._breakers.known() == []
-
-
-@pytest.fixture
-def circuits():
-    ready = SimpleNamespace(state=WorkerState.READY)
-    clock = ManualClock()
-    return PairCircuits(SimpleNamespace(member=lambda worker_id: ready), clock=clock), clock
-
-
-def handoff(number):
-    """An attempt between prefill-NUMBER and decode-NUMBER."""
-    prefill, decode = (
-        SimpleNamespace(peer=Peer(f"{role}-{number}", f"{role[0]}{number}", "nowhere"))
-        for role in ("prefill", "decode")
-    )
-    return SimpleNamespace(prefill=prefill, decode=decode, probes=set())
-
-
-def test_a_pair_that_stays_cut_for_long_can_still_be_unblocked(circuits):
-    """Its breaker was dropped after ten minutes, and then no trial had an outcome."""
-    pairs, clock = circuits
-    pairs.failed(handoff(0), ChannelUnreachable("closed"))
-    for _ in range(7):
-        clock.advance(100.0)
-        assert ("prefill-0", "decode-0") in pairs.due_for_trial()
-    pairs.failed(handoff(1), TransferFailed("broke"))  # a new breaker drops old ones
-    trial = handoff(0)
-    pairs.begin_trial(trial, "prefill-0")
-    pairs.succeeded(trial)
-    assert not pairs.has_blocked
-
-
-def test_a_worker_that_left_takes_a_single_error_with_it(circuits):
-    pairs, _ = circuits
-    pairs.failed(handoff(0), TransferFailed("broke"))
-    pairs.forget("decode-0")
-    pairs.failed(handoff(0), TransferFailed("broke"))
-    assert not pairs.has_blocked, "two errors in a row block a pair, and the first one was of another worker"
-
-
-def test_what_is_remembered_of_pairs_with_a_link_is_bounded(circuits, monkeypatch):
-    monkeypatch.setattr("gateway.requests.pair_circuits.MAX_PROVEN", 2)
-    pairs, _ = circuits
-    for number in (0, 1, 0, 2):
-        pairs.succeeded(handoff(number))
-    proven = [pairs.is_proven(handoff(number).prefill.peer, handoff(number).decode.peer) for number in range(3)]
-    assert proven == [True, False, True]
+    assert not any("decode-0" in pair for pair in pairs._breakers.known())
 
 
 async def test_what_is_remembered_of_lost_workers_is_bounded(make_network, monkeypatch):
@@ -361,3 +314,57 @@ async def test_a_last_attempt_may_use_an_ejected_worker(make_network):
     await network.system.until(lambda: watch.circuit("decode-0") in ("open", "half_open"))
     await network.ask()
     assert len(of_clients(network.system.workers["decode-0"].attempts)) == 1
+
+
+def attempt_of(prefill, decode, *, incarnation="1"):
+    """An attempt on two workers. `incarnation` is of the processes of both."""
+    sessions = [
+        SimpleNamespace(peer=SimpleNamespace(worker_id=one, incarnation=one + incarnation)) for one in (prefill, decode)
+    ]
+    return SimpleNamespace(prefill=sessions[0], decode=sessions[1], probes=set())
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def circuits(clock):
+    """Circuits of workers that are all ready."""
+    return PairCircuits(SimpleNamespace(member=lambda _: SimpleNamespace(state=WorkerState.READY)), clock=clock)
+
+
+def test_a_pair_that_was_blocked_for_long_is_unblocked_by_a_trial(circuits, clock):
+    circuits.failed(attempt_of("p", "d"), PeerUnreachable("cut"))
+    clock.advance(FORGET_AFTER_S + 1)
+    circuits.failed(attempt_of("p", "e"), PeerUnreachable("cut"))
+    circuits.due_for_trial()
+    clock.advance(2.0)
+    assert ("p", "d") in circuits.due_for_trial()
+    trial = attempt_of("p", "d")
+    circuits.begin_trial(trial, "p")
+    circuits.succeeded(trial)
+    assert not circuits.is_blocked(("p", "d"))
+
+
+def test_a_worker_that_left_takes_its_counted_errors_with_it(circuits):
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    circuits.forget("d")
+    circuits.failed(attempt_of("p", "d", incarnation="2"), TransferFailed("broke"))
+    assert not circuits.has_blocked
+
+
+def test_a_pair_is_proven_for_the_life_of_its_processes_and_the_number_is_bounded(circuits, monkeypatch):
+    monkeypatch.setattr(pair_circuits, "MAX_PROVEN", 2)
+
+    def is_proven(decode, **which):
+        attempt = attempt_of("p", decode, **which)
+        return circuits.is_proven(attempt.prefill.peer, attempt.decode.peer)
+
+    for decode in ("a", "b", "a", "c"):
+        circuits.succeeded(attempt_of("p", decode))
+    assert [is_proven(decode) for decode in "abc"] == [True, False, True]
+    assert not is_proven("a", incarnation="2")
+    circuits.failed(attempt_of("p", "a"), TransferFailed("broke"))
+    assert [is_proven(decode) for decode in "abc"] == [False, False, True]

@@ -5,7 +5,7 @@ from services.runtime.worker_state import WorkerState
 
 
 def seen(incarnation: str = "a", state: WorkerState = WorkerState.READY, *, ejected: bool = False) -> SeenWorker:
-    return SeenWorker("d", incarnation, state, ejected)
+    return SeenWorker("d", incarnation, state, "open" if ejected else "closed")
 
 
 def fail(counter: FlapCounter, now_s: float, *during: SeenWorker) -> int:
@@ -48,3 +48,24 @@ def test_failures_are_forgotten_after_the_window() -> None:
     assert counter.check([seen()], FLAP_WINDOW_S - 0.1) == {"d": FLAPS}
     assert counter.check([seen()], FLAP_WINDOW_S) == {}
     assert fail(counter, last_s + FLAP_WINDOW_S - 0.1) == 0, "the first two are too long ago"
+
+
+def test_a_suspected_worker_has_not_failed() -> None:
+    """It still gets work. An ejected worker that is only suspected has not recovered."""
+    counter, suspected = FlapCounter(), SeenWorker("d", "a", WorkerState.READY, "suspected")
+    for number in range(3 * FLAPS):
+        assert fail(counter, float(number), suspected) == 0
+    for during in ([seen(ejected=True)], [suspected]) * FLAPS:
+        assert counter.check(during, 3.0 * FLAPS) == {}
+    counter = FlapCounter()
+    counts = [fail(counter, float(number), suspected, seen(ejected=True)) for number in range(FLAPS)]
+    assert counts == [0] * (FLAPS - 1) + [FLAPS]
+
+
+def test_a_suspected_worker_that_dies_has_failed() -> None:
+    counter, suspected = FlapCounter(), SeenWorker("d", "a", WorkerState.READY, "suspected")
+    for number in range(FLAPS):
+        counter.check([seen()], float(number))
+        counter.check([suspected], float(number))
+        found = counter.check([], float(number))
+    assert found == {"d": FLAPS}

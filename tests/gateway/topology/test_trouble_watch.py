@@ -31,6 +31,7 @@ from gateway.topology.troubles import Found, Kind, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport
 from services.runtime import logs, rpc
 from services.runtime.background_tasks import FailingTask
+from services.runtime.breaker import CircuitState
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
 from services.runtime.tls import Identity
@@ -84,11 +85,13 @@ class Scene:
             watch_handoffs=lambda note: None,
         )
         self.told: dict[Kind, Mapping[str, Found]] = {}
+        self.reports: dict[str, CircuitReport] = {}
         self.watch = TroubleWatch(
             Troubles(clock=self.wall),
             cast(Any, topology),
             cast(Any, self.store),
             told=lambda: self.told,
+            reports=lambda: self.reports,
             clock=self.wall,
         )
 
@@ -133,26 +136,18 @@ def test_a_worker_that_fails_again_and_again(scene: Scene) -> None:
     assert scene.look(FLAP_WINDOW_S) == {}
 
 
-def test_an_ejection_is_a_failure(scene: Scene) -> None:
+@pytest.mark.parametrize(("state", "is_flapping"), [("open", True), ("half_open", True), ("suspected", False)], ids=str)
+def test_an_ejection_is_a_failure(scene: Scene, state: CircuitState, is_flapping: bool) -> None:
     scene.members = [member("d")]
+    report = CircuitReport("d", state, "slow", "too slow", {}, 1.0, 1)
     for _ in range(FLAPS):
-        scene.told = {"circuit": {}}
+        scene.reports = {}
         scene.look(1.0)
-        scene.told = {"circuit": {"d": Found("it is kept from work", "see its log")}}
+        scene.reports = {"d": report}
+        scene.told = {"circuit": circuits([report], [])}
         found = scene.look(1.0)
-    assert ("flapping", "d") in found
-
-
-def test_a_suspicion_is_no_failure(scene: Scene) -> None:
-    """A suspected worker gets work, since no more of its role can be spared."""
-    scene.members = [member("d")]
-    suspected = CircuitReport("d", "suspected", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
-    for _ in range(FLAPS):
-        scene.told = {"circuit": {}}
-        scene.look(1.0)
-        scene.told = {"circuit": circuits([suspected], [])}
-        found = scene.look(1.0)
-    assert set(found) == {("circuit", "d")}
+    assert (("flapping", "d") in found) == is_flapping
+    assert ("circuit", "d") in found
 
 
 def test_a_log_that_cannot_be_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
