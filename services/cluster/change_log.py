@@ -57,8 +57,9 @@ local function note_change(log, id)
 end
 local function leave(log, id)
   redis.call('ZREM', log.leases, id)
+  local number = next_number(log)  -- before ZREM, which may remove the last number
   if redis.call('ZREM', log.changes, id) == 0 then return end
-  redis.call('ZADD', log.gone, next_number(log), id)
+  redis.call('ZADD', log.gone, number, id)
   redis.call('ZREMRANGEBYRANK', log.gone, 0, -{MAX_GONE + 1})
 end
 local function expire(log, most)

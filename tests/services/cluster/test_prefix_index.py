@@ -616,6 +616,19 @@ async def test_only_what_was_published_is_a_change(index: PrefixIndex, new_publi
     assert await index.changed(log) == ([], frozenset({"prefill-0"}))
 
 
+async def test_the_end_of_the_last_that_changed_has_a_greater_number(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher
+) -> None:
+    publisher, log = new_publisher(), LogReader()
+    await flushed(publisher)
+    # As if the clock of Redis had been set back since both changes.
+    client.zadd(CHANGES, {"decode-0": 2**52 - 1, "prefill-0": 2**52})
+    client.zadd(LEASES, {"decode-0": 2**52})
+    assert (await index.changed(log))[0] == ["decode-0", "prefill-0"]
+    await asyncio.to_thread(publisher.release)
+    assert await index.changed(log) == ([], frozenset({"prefill-0"}))
+
+
 async def test_while_it_is_filled_it_is_said_to_be(client: "redis.Redis", index: PrefixIndex) -> None:
     client.hset(HEAD, mapping={"order": "0" * 20 + ":" + "a" * 32, "filling": "3"})
     [sighting], _ = await index.look(ASKED)
