@@ -2,15 +2,15 @@
 
     python -m benchmarks.gateway_soak [--workers 4000] [--tenants 1000] [--minutes 10] [--explain]
 
-Real: Redis, the gateway's process with its background tasks, the workers' records, leases, and published pages, the
-session server of each worker, the tenants' keys and limits in Redis, and the requests.
-Simulated: the engines, which answer at once with made-up tokens; and gRPC between gateway and workers: one Unix socket
-carries all sessions, because thousands of gRPC servers need more than two cores.
+These parts are real: Redis, the gateway's process with its background tasks, the workers' records, leases, and
+published pages, the session server of each worker, the tenants' keys and limits in Redis, and the requests. Two parts
+are simulated. The engines respond at once with made-up tokens. One Unix socket replaces gRPC between the gateway and
+the workers, because thousands of gRPC servers need more than two cores.
 
-Bounds: Redis' slowest command takes at most 5 ms (SLOWLOG, which is elapsed time; Redis is scheduled before all other
-programs if that is allowed). The longest pause of the gateway's event loop is at most 50 ms of its thread's CPU time.
-Its resident memory grows by less than 1 MiB a minute after the second minute. The start, until all workers are ready,
-is reported separately.
+The run checks three bounds. Redis' slowest command takes at most 5 ms of elapsed time (SLOWLOG). The longest pause of
+the gateway's event loop is at most 50 ms of its thread's CPU time. The gateway's resident memory grows by less than
+1 MiB per minute after the second minute. Redis runs with real-time priority if that is permitted. The report lists the
+start separately, which ends when all workers are ready.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
-    """The command line; the hidden roles are the processes that a run consists of."""
+    """Runs the command line. Its hidden roles are the processes of one run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_soak", description=__doc__)
     parser.add_argument("--workers", type=int, default=4000, help="number of workers, half of them prefill workers")
     parser.add_argument("--tenants", type=int, default=1000, help="number of tenants, each with a key and limits")
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Starts everything, measures, and prints the figures. Returns 1 if a bound is broken."""
+    """Starts all processes, measures, and prints the figures. Returns 1 if a bound is exceeded, and 0 otherwise."""
     (folder / "keys.toml").write_text("".join(map(_key, range(arguments.tenants))))
     (folder / "models.toml").write_text("".join(map(_model, range(NUM_MODELS))))
     with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def _await_ready(port: int, num_workers: int) -> None:
 
 
 class _Pauses:
-    """Reads what the gateway's probe has written since it was last read."""
+    """Reads the rows that the gateway's probe has added since the last read."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "pauses.jsonl"
@@ -173,7 +173,7 @@ class _Pauses:
         self.stacks: list[str] = []
 
     def read(self) -> "_Pauses":
-        """Reads the rest of the file."""
+        """Reads the rows up to the end of the file. Returns this object."""
         with self._file.open() as opened:
             opened.seek(self._offset)
             rows = [json.loads(line) for line in opened.read().splitlines()]
@@ -238,7 +238,7 @@ def _state(port: int) -> str:
 
 
 def _requests(port: int) -> dict[str, float]:
-    """Returns the gateway's own counts of answers by their outcome."""
+    """Returns the gateway's own counts of responses by outcome."""
     found: Counter[str] = Counter()
     for line in _get(port, "/metrics").decode().splitlines():
         if line.startswith(("tandem_requests_total{", "tandem_refused_requests_total{")):
@@ -247,7 +247,7 @@ def _requests(port: int) -> dict[str, float]:
 
 
 def _judge(rows: list[dict[str, float]]) -> int:
-    """Prints each bound with its figure. Returns 1 if one is broken."""
+    """Prints each bound with its figure. Returns 1 if a bound is exceeded, and 0 otherwise."""
     settled = [row["resident_mib"] for row in rows[SETTLING_MINUTES - 1 :]]
     growth = statistics.linear_regression(range(len(settled)), settled).slope if len(settled) > 1 else 0.0
     figures = [

@@ -1,12 +1,12 @@
-"""Measures how long each Lua script of the product holds Redis in a large cluster, against the bound of 5 ms.
+"""Measures how long each Lua script of the product occupies Redis in a large cluster. The bound is 5 ms.
 
     python -m benchmarks.redis_scripts [--tenants 10000] [--workers 4000] [--batches 32000]
 
 It fills a real Redis with stored responses up to their quota, journals, batches, and workers that publish pages. Then
-it runs each operation with the largest arguments that the operation accepts. The time is the execution inside Redis
+it runs each operation with the largest arguments that it accepts. The figures are execution times inside Redis
 (SLOWLOG), without the network. Redis runs with real-time priority if that is permitted, so that other programs do not
-delay it. A hypervisor can still interrupt Redis. Each script therefore runs in several rounds, and the slowest
-execution of the quietest round counts.
+delay it. A hypervisor can still interrupt Redis. Each script therefore runs in several rounds, and the report uses the
+round whose slowest execution was fastest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import redis
 
 import services.cluster
 from benchmarks.prefix_index import page_keys, record
-from gateway.topology.prefix_view import WORKERS_PER_LOOK
 from services.cluster.answers import AnswerRoom, AnswerStore, BackgroundOrder
 from services.cluster.batch_scripts import Status
 from services.cluster.batches import BatchStore, Order, Result
@@ -38,7 +37,7 @@ from services.cluster.journal_room import JournalRoom, swept_bytes
 from services.cluster.journals import JournalStore, JournalWriter, Mode, Record
 from services.cluster.leadership import Leadership
 from services.cluster.placements import MAX_BATCH, Placement, PlacementStore, State
-from services.cluster.prefix_index import PrefixIndex, PrefixPublisher
+from services.cluster.prefix_index import MAX_BATCH_KEYS, PrefixIndex, PrefixPublisher
 from services.cluster.quarantine import MAX_FINGERPRINTS, Quarantine
 from services.cluster.rate_limits import Limiter
 from services.cluster.redis_store import Script, Store
@@ -76,14 +75,14 @@ async def in_parallel(actions: Iterable[Callable[[], Awaitable[object]]]) -> Non
 
 
 class Cluster:
-    """The content of the filled Redis, written by the product's own stores."""
+    """The content of the filled Redis. The product's own stores write it."""
 
     def __init__(self, url: str, settings: argparse.Namespace) -> None:
         self.url = url
         self.settings = settings
         self.store = Store(url, cluster=CLUSTER, timeout_s=30.0)
         self.owner = "owner-0"
-        """Tenant of the large responses, batches, and journals of this round."""
+        """Tenant that owns the large values of this round."""
         self.tenants = [f"tenant-{number}" for number in range(settings.tenants)]
         self.answers = AnswerStore(self.store, room=AnswerRoom(16 * 2**20, 64 * 2**20), life_s=3600.0)
         self.files = FileStore(self.store, room=Room(96 * 2**20, 192 * 2**20))
@@ -92,7 +91,7 @@ class Cluster:
         self.placements = PlacementStore(self.store)
 
     async def fill(self) -> None:
-        """Fills the quota of responses, and creates batches, journals, pending responses, and workers."""
+        """Fills the quota of responses. Creates batches, journals, waiting responses, and workers."""
         answer_bytes = 60 * 2**20 // len(self.tenants) - 1024
         await in_parallel(lambda tenant=tenant: self.put(tenant, answer_bytes) for tenant in self.tenants)
         await in_parallel(lambda tenant=tenant: self.create(tenant) for tenant in self.tenants[:1000])
@@ -116,12 +115,12 @@ class Cluster:
         await self.answers.put(tenant, "resp_a", document=b"d" * num_bytes, input_items=b"[]")
 
     async def create(self, tenant: str, *, regions: str = "eu", body: bytes = b"{}") -> None:
-        """Stores a pending background response."""
+        """Stores a response that waits for a gateway."""
         order = BackgroundOrder("digest", "key", body, b"[]", True, regions=regions)
         await self.answers.create(tenant, "resp_w", order=order, document=b"{}", input_items=b"[]")
 
     async def batch(self, tenant: str) -> None:
-        """Creates a pending batch."""
+        """Creates a batch that waits for a gateway."""
         order = Order(tenant, "d" * 64, "/v1/completions", "file-input", 86_400, "24h")
         await self.batches.create(new_id("batch_"), order, output_id=new_id("file-"), error_id=new_id("file-"))
 
@@ -171,7 +170,7 @@ async def use_answers(cluster: Cluster) -> None:
 
 
 async def use_batches(cluster: Cluster) -> None:
-    """Runs a batch of 50,000 rows while all others are pending, and writes a file of 64 MiB."""
+    """Processes a batch of 50,000 rows among all others, and a file of 64 MiB."""
     files, batches = cluster.files, cluster.batches
     await cluster.batch(cluster.owner)
     for number in range(200):
@@ -240,7 +239,7 @@ async def use_journals(cluster: Cluster) -> None:
 
 
 async def use_the_rest(cluster: Cluster) -> None:
-    """Runs the commands that gateways and workers send without a request."""
+    """Runs the operations of gateways and workers that belong to no request."""
     store = cluster.store
     placements = [Placement(f"req-{n}", 1, State.QUEUED, "gateway", began_unix_ns=10**18) for n in range(MAX_BATCH)]
     for _ in range(20):
@@ -267,18 +266,17 @@ async def use_the_rest(cluster: Cluster) -> None:
     publisher = PrefixPublisher(cluster.url, cluster=CLUSTER, record=record("w-pages"))
     publisher.note(page_keys(100_000, seed=1))
     publisher._publish()
-    publisher.note(page_keys(2048, seed=7))
-    publisher._publish()
     index = PrefixIndex(store)
-    piece = await index.read("w-pages", 0)
-    assert piece is not None
-    log = LogReader()
-    while (await index.changed(log))[1] is None:
-        pass
-    publisher.note(page_keys(2048, seed=8))
-    publisher._publish()
-    workers = [f"w{number}" for number in range(min(WORKERS_PER_LOOK, cluster.settings.workers))]
-    await index.look({"w-pages": piece.position} | dict.fromkeys(workers))
+    chunk = await index.read("w-pages", 0)
+    assert chunk is not None
+    for seed in range(7, 39):
+        publisher.note(page_keys(MAX_BATCH_KEYS, seed=seed))
+        publisher._publish()
+    await index.look({"w-pages": chunk.position})
+    log, left = LogReader(), None
+    while left is None:
+        changed, left = await index.changed(log)
+        await index.look(dict.fromkeys(changed))
     publisher._delete()
     leadership = Leadership(store, store.keys.autoscaler, holder="copy")
     await leadership.renew()

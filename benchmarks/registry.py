@@ -1,14 +1,15 @@
-"""Measures the cost of following the registry and the published pages in a gateway, by number of workers.
+"""Measures the cost of a gateway that follows the registry and the published pages, by number of workers.
 
     python -m benchmarks.registry [--workers 1000 4000] [--seconds 20]
 
-It starts a Redis, registers workers with leases that outlast the run, and follows them as a gateway does while nothing
-changes. It prints the CPU time of Redis and of the event loop's thread as shares of the elapsed time, and the number of
-commands per second.
+It starts a Redis, registers workers with leases that outlast the run, and follows them as a gateway does. The workers
+do not change. It prints the CPU time of the Redis process and of the event loop's thread as shares of the elapsed time,
+and the number of commands that Redis ran.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.registry", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1000, 4000], help="numbers of workers, one run each")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each measurement")
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def register(url: str, num_workers: int) -> None:
-    """Registers workers that have published no page, over one connection."""
+    """Registers workers without published pages, over one connection."""
     with redis.Redis.from_url(url) as client:
         for number in range(num_workers):
             record = worker_record(number)
@@ -56,7 +57,7 @@ def register(url: str, num_workers: int) -> None:
 
 
 def worker_record(number: int) -> WorkerRecord:
-    """Returns the record of one of the workers, half of which are prefill workers."""
+    """Returns a worker's record. Odd numbers are prefill workers, and even numbers are decode workers."""
     role: Any = "prefill" if number % 2 else "decode"
     return WorkerRecord(
         id=f"{role}-{number}",
@@ -79,7 +80,7 @@ def worker_record(number: int) -> WorkerRecord:
 
 
 async def follow(server: EmbeddedRedis, num_workers: int, seconds: float) -> None:
-    """Follows the workers until all are known, then measures for a while."""
+    """Follows the workers until all are known. Then measures for `seconds`."""
     store, pages = Store(server.url, cluster=CLUSTER, timeout_s=5.0), Store(server.url, cluster=CLUSTER, timeout_s=5.0)
     view, known = PrefixView(PrefixIndex(pages)), asyncio.Event()
     began_s = time.perf_counter()
@@ -107,13 +108,14 @@ async def follow(server: EmbeddedRedis, num_workers: int, seconds: float) -> Non
 
 
 async def _watch(store: Store, num_workers: int, known: asyncio.Event) -> None:
-    async for membership in watch_workers(store):
-        if len(membership.workers) == num_workers:
-            known.set()
+    async with contextlib.aclosing(watch_workers(store)) as memberships:
+        async for membership in memberships:
+            if len(membership.workers) == num_workers:
+                known.set()
 
 
 def _figures(server: EmbeddedRedis) -> tuple[float, float, float, float]:
-    """Returns the time, the CPU times of Redis and this thread, and the number of commands, also in scripts."""
+    """Returns the time, the CPU times of Redis and of this thread, and the number of commands, including scripts'."""
     fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     redis_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     with redis.Redis.from_url(server.url) as client:

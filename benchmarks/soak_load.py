@@ -1,4 +1,4 @@
-"""Light load of many tenants, for `gateway_soak`."""
+"""Generates a light load from many tenants, for `gateway_soak`."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ def key_of(tenant: int) -> str:
 
 
 def offer(port: int, *, num_tenants: int, num_models: int, per_s: float) -> None:
-    """Sends requests of all tenants in turn until SIGTERM, then prints how they ended."""
+    """Sends requests of all tenants in turn until SIGTERM. Then prints the number of calls by kind and status."""
     process.die_with_parent()
     uvloop.run(_offer(port, num_tenants, num_models, per_s))
 
@@ -76,7 +76,7 @@ async def _call(
 
 
 async def _batch(client: httpx.AsyncClient, model: str, headers: dict[str, str]) -> int:
-    """Uploads a file of one row and creates a batch of it."""
+    """Uploads a file of one row and creates a batch from it. Returns the HTTP status."""
     content = ROW.replace("MODEL", model).encode()
     made = await client.post(
         "/v1/files", headers=headers, files={"file": ("rows.jsonl", content)}, data={"purpose": "batch"}

@@ -1,4 +1,7 @@
-"""Runs the gateway with a probe in its event loop, for `gateway_soak`: its longest pauses, in its own CPU time."""
+"""Runs the gateway with a probe in its event loop, for `gateway_soak`.
+
+The probe measures the longest pauses of the loop in CPU time of the loop's thread.
+"""
 
 import asyncio
 import json
@@ -17,12 +20,12 @@ from services.runtime import process
 TICK_S = 0.005
 WRITE_S = 1.0
 LONG_S = 0.03
-"""CPU time after which a pause is long enough for its stack to be sampled."""
+"""CPU time after which the probe samples the stack of a pause."""
 MAX_STACKS = 20
 
 
 class Probe:
-    """Measures the CPU time of the loop's thread between ticks. A callback that takes long delays the next tick."""
+    """Measures the CPU time of the loop's thread between ticks. A slow callback delays the next tick."""
 
     def __init__(self, file: Path, *, explains: bool) -> None:
         self._file = file
@@ -36,7 +39,7 @@ class Probe:
             threading.Thread(target=self._sample, daemon=True).start()
 
     def tick(self) -> None:
-        """Notes the time since the last tick, and comes back."""
+        """Records the CPU time since the last tick, and schedules the next tick."""
         now_s = time.thread_time()
         self._max_s = max(self._max_s, now_s - self._last_s)
         if time.monotonic() - self._written_at_s >= WRITE_S:
@@ -59,20 +62,20 @@ class Probe:
 
 
 class ProbedGateway(Gateway):
-    """A gateway whose event loop runs a probe."""
+    """A gateway with a probe in its event loop."""
 
     file = Path()
     explains = False
 
     async def start(self) -> None:
-        """Starts the probe, and then the gateway."""
+        """Starts the probe, then the gateway."""
         await GatewayEnd().install(self.file.with_name("sessions"))
         Probe(self.file, explains=self.explains).tick()
         await super().start()
 
 
 def main() -> NoReturn:
-    """The program: FILE, `explain` or `measure`, and then the flags of `python -m gateway`."""
+    """Runs the program. Its arguments are FILE, `explain` or `measure`, and the flags of `python -m gateway`."""
     ProbedGateway.file, ProbedGateway.explains = Path(sys.argv[1]), sys.argv[2] == "explain"
     ProbedGateway.file.touch()
     program.Gateway = ProbedGateway  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""Sessions of simulated workers over one Unix socket, for `gateway_soak`: both ends.
+"""Both ends of the sessions with simulated workers, over one Unix socket, for `gateway_soak`.
 
-The gateway's end replaces gRPC's channel and stream for addresses of simulated workers. The other end leads to the
-workers' real session servers, in a process of their own. Messages are serialized as with gRPC.
+The gateway's end replaces gRPC's channel and stream for addresses of simulated workers. The workers' end connects the
+socket to real session servers in another process. Messages are serialized as with gRPC.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from services.runtime.errors import TandemError
 from worker.sessions import Reports, SessionLimits, SessionServer
 
 SIMULATED = ".simulated:1"
-"""End of the address of a simulated worker. Before it is the worker's incarnation."""
+"""Suffix of the address of a simulated worker. The prefix is the worker's incarnation."""
 STEP_S, TOKENS_PER_STEP = 0.02, 4
 _HEADER = struct.Struct(">II")
 
 
 class _Frames(asyncio.Protocol):
-    """Frames of a stream's number and a message. An empty message ends the stream."""
+    """A protocol of frames. Each frame has a stream number and a message. An empty message ends the stream."""
 
     def __init__(self, take: Callable[[int, bytes], None]) -> None:
         self._take = take
@@ -55,7 +55,7 @@ class _Frames(asyncio.Protocol):
 
 
 class GatewayEnd:
-    """Makes the sessions of this process to simulated workers lead to the socket."""
+    """Redirects this process's sessions with simulated workers to the socket."""
 
     def __init__(self) -> None:
         self.frames: Any = None
@@ -64,7 +64,7 @@ class GatewayEnd:
         self._make_channel, self._prove = rpc.make_channel, rpc.prove
 
     async def install(self, socket: Path) -> None:
-        """Connects, and replaces how channels are made and proved."""
+        """Connects, and replaces `rpc.make_channel` and `rpc.prove`."""
         loop = asyncio.get_running_loop()
         while self.frames is None:
             with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):  # it does not listen yet
@@ -87,7 +87,7 @@ class GatewayEnd:
 
 
 class _Channel:
-    """Implements what sessions use of gRPC's channels."""
+    """Implements the part of a gRPC channel that sessions use."""
 
     def __init__(self, end: GatewayEnd, incarnation: str) -> None:
         self._end, self._incarnation = end, incarnation
@@ -105,7 +105,7 @@ class _Channel:
 
 
 class _Stream:
-    """Implements what sessions use of gRPC's streams."""
+    """Implements the part of a gRPC stream that sessions use."""
 
     def __init__(self, end: GatewayEnd, first: bytes, serialize: Any, deserialize: Any) -> None:
         self._end, self._number = end, next(end.numbers)
@@ -129,7 +129,7 @@ class _Stream:
 
 
 class WorkersEnd:
-    """Serves the sessions of all simulated workers. Each one's server is made when it is first connected to."""
+    """Serves the sessions of all simulated workers. The first connection to a worker creates its server."""
 
     def __init__(self) -> None:
         self._swarm = FakeWorkers(STEP_S, TOKENS_PER_STEP)
@@ -139,7 +139,7 @@ class WorkersEnd:
         self._frames: Any = None
 
     async def listen(self, socket: Path) -> None:
-        """Begins to listen."""
+        """Starts to listen."""
         self._listening = await asyncio.get_running_loop().create_unix_server(self._connected, str(socket))
 
     def _connected(self) -> _Frames:

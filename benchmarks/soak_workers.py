@@ -1,4 +1,7 @@
-"""Simulated workers in one process, for `gateway_soak`: real records, leases, published pages, and session servers."""
+"""Simulated workers in one process, for `gateway_soak`.
+
+Their records, leases, published pages, and session servers are real.
+"""
 
 import asyncio
 import contextlib
@@ -24,10 +27,10 @@ from services.runtime.cluster_secret import Secrets
 
 NUM_MODELS = 4
 CHANGE_S = 2.0
-"""Time between two changes of some worker's state."""
+"""Time between changes of a random worker's state."""
 PAGES_PER_WORKER = 64
 BATCH = 25
-"""Workers whose beats are sent together."""
+"""Number of workers whose beats are sent together."""
 SHARE_DIGEST = _SHARE.digest
 
 
@@ -52,10 +55,10 @@ async def _serve(url: str, cluster: str, socket: Path, num_workers: int) -> None
 
 
 class _Leases:
-    """Renews the leases and pages of all workers once a second, as their threads would.
+    """Renews the leases and pages of all workers once a second, as the workers' threads do.
 
-    The commands are those of the product's own objects. A worker whose record has not changed sends them again as they
-    are, and a batch of workers sends them together, because thousands of threads in one process would be too slow.
+    The product's own objects generate the commands. If a worker's record has not changed, its commands are sent again
+    unchanged. Commands of BATCH workers are sent together, because thousands of threads in one process are too slow.
     """
 
     def __init__(self, url: str, cluster: str, secrets: Secrets) -> None:
@@ -76,7 +79,7 @@ class _Leases:
         self._commands.append([])
 
     def start(self) -> None:
-        """Begins, on a thread."""
+        """Starts to renew, on a thread."""
         threading.Thread(target=self._keep, daemon=True).start()
 
     def _keep(self) -> None:
@@ -88,7 +91,7 @@ class _Leases:
             self._renew_all()
 
     def _record(self, index: int) -> None:
-        """Sends a worker's record and pages, and keeps the commands of its next beats."""
+        """Sends a worker's record and pages. Stores the commands for the next beats."""
         lease, publisher = self._workers[index]
         publisher._publish()
         self._recorder.sent.clear()
@@ -126,17 +129,17 @@ class _Leases:
 
 
 class _Recorder:
-    """A client of Redis that notes the scripts that it runs."""
+    """A Redis client that records the scripts that it runs."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client = client
         self.sent: list[tuple[Any, ...]] = []
 
     def evalsha(self, *command: Any) -> Any:
-        """Runs a script that Redis knows."""
+        """Runs a script that Redis has loaded, and records the command."""
         self.sent.append(command)
         return self._client.evalsha(*command)
 
     def eval(self, *command: Any) -> Any:
-        """Runs a script that Redis does not know."""
+        """Runs a script that Redis has not loaded."""
         return self._client.eval(*command)
