@@ -1,6 +1,7 @@
 """What `tandem up` and `join` find out before they start anything: models, certificates, addresses that are free."""
 
 import errno
+import random
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -60,21 +61,39 @@ def open_address(settings: UpSettings) -> str | None:
     )
 
 
-def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
-    """The port itself if it is free, a free one for 0. Raises PortTaken.
+AUTOMATIC_PORTS = range(10_000, 20_000)
+"""Ports that replace port 0. By default, Linux does not use them for outgoing connections, which could take one."""
+MAX_TRIES = 100
 
-    It is not kept open: between here and the gateway's start another program could take it; then the gateway says so.
+
+def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
+    """Returns the port if it is free, or for port 0 a free one of AUTOMATIC_PORTS. Raises PortTaken.
+
+    The port does not stay open. If another program takes it before the gateway starts, the gateway reports that.
     """
+    if port:
+        candidates = [port]
+    else:
+        candidates = [one for one in random.sample(AUTOMATIC_PORTS, MAX_TRIES) if one != taken]
+    error: OSError | UnicodeError | None = None
+    for candidate in candidates:
+        error = _bind_error(host, candidate)
+        if error is None:
+            return candidate
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            reason = f"cannot be used ({getattr(error, 'strerror', None) or error}); check --host and"
+            raise PortTaken(f"{join_host_port(host, port)} {reason} {flag}") from error
+    raise PortTaken(
+        f"{join_host_port(host, port)} is taken by another program; give another port with {flag}"
+    ) from error
+
+
+def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-            found = int(probe.getsockname()[1])
     except (OSError, UnicodeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            reason = "is taken by another program; give another port with"
-        else:
-            reason = f"cannot be used ({getattr(error, 'strerror', None) or error}); check --host and"
-        raise PortTaken(f"{join_host_port(host, port)} {reason} {flag}") from error
-    return found if found != taken else claim_port(host, port, flag=flag, taken=taken)
+        return error
+    return None
