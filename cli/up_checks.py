@@ -19,6 +19,10 @@ from services.runtime.errors import TandemError
 from services.runtime.tls import Identity
 from worker.vllm.installed import interpreter_with_vllm
 
+AUTOMATIC_PORTS = range(10_000, 20_000)
+"""Ports that replace port 0. By default, Linux does not use them for outgoing connections, which could take one."""
+MAX_TRIES = 100
+
 
 class PortTaken(TandemError):
     """An API's address cannot be used."""
@@ -61,22 +65,16 @@ def open_address(settings: UpSettings) -> str | None:
     )
 
 
-AUTOMATIC_PORTS = range(10_000, 20_000)
-"""Ports that replace port 0. By default, Linux does not use them for outgoing connections, which could take one."""
-MAX_TRIES = 100
-
-
 def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
     """Returns the port if it is free, or for port 0 a free one of AUTOMATIC_PORTS. Raises PortTaken.
 
     The port does not stay open. If another program takes it before the gateway starts, the gateway reports that.
     """
-    if port:
-        candidates = [port]
-    else:
-        candidates = [one for one in random.sample(AUTOMATIC_PORTS, MAX_TRIES) if one != taken]
+    tried = [port] if port else random.sample(AUTOMATIC_PORTS, MAX_TRIES)
     error: OSError | UnicodeError | None = None
-    for candidate in candidates:
+    for candidate in tried:
+        if candidate == taken != port:
+            continue
         error = _bind_error(host, candidate)
         if error is None:
             return candidate

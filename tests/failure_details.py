@@ -1,11 +1,15 @@
 """Adds cluster states and process logs to a failed test, so that a failure on another machine explains itself."""
 
+import http.client
 import os
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILES, MAX_LINES = 16, 60
+MAX_FILES, MAX_LINES, MAX_BYTES = 16, 60, 65_536
+STATE_TIMEOUT_S = 5.0
+"""Time that a cluster has to report its state. A test may have left it frozen."""
 
 
 def cluster_states() -> Iterator[tuple[str, str]]:
@@ -13,8 +17,9 @@ def cluster_states() -> Iterator[tuple[str, str]]:
     clusters = sys.modules.get("benchmarks.cluster")
     for cluster in clusters.running if clusters is not None else ():
         try:
-            state = cluster.get_text("/cluster")
-        except OSError as error:
+            with urllib.request.urlopen(f"{cluster.http}/cluster", timeout=STATE_TIMEOUT_S) as answer:
+                state = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
             state = f"no answer: {error}"
         yield f"state of {cluster.http}", state
 
@@ -25,13 +30,29 @@ def log_tails(folder: Path, since_s: float) -> Iterator[tuple[str, str]]:
     Reads the files behind the outputs of living children, and log files below `folder` written after `since_s` (Unix
     time in seconds), which may belong to dead ones.
     """
-    logs = {path for pid in _descendants(os.getpid()) for path in _outputs(pid)}
-    logs |= {path for path in folder.rglob("*") if _is_log(path) and path.stat().st_mtime >= since_s}
-    newest = sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in newest[:MAX_FILES]:
-        lines = path.read_text(errors="replace").splitlines()
-        if lines:
-            yield f"log {path}", "\n".join(lines[-MAX_LINES:])
+    found = {path for pid in _descendants(os.getpid()) for path in _outputs(pid)}
+    times = {path: _written_s(path) for path in found}
+    times |= {path: time_s for path in folder.rglob("*") if _is_log(path) and (time_s := _written_s(path)) >= since_s}
+    for path in sorted(times, key=times.__getitem__, reverse=True)[:MAX_FILES]:
+        if tail := _tail(path):
+            yield f"log {path}", tail
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # It has just been removed.
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-MAX_LINES:])
 
 
 def _is_log(path: Path) -> bool:

@@ -1,11 +1,16 @@
 """A failed test shows the logs of its processes, of those that have died too."""
 
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.failure_details import MAX_LINES, log_tails
+import pytest
+
+from benchmarks import cluster
+from tests.failure_details import MAX_BYTES, MAX_LINES, STATE_TIMEOUT_S, cluster_states, log_tails
 from tests.waiting import HANG_LIMIT_S, wait_until
 
 PROGRAM = "import sys; print('begun', flush=True); print('bad', file=sys.stderr, flush=True); sys.stdin.read()"
@@ -31,3 +36,21 @@ def test_the_last_lines_of_a_dead_process_and_nothing_older(tmp_path: Path) -> N
     (tmp_path / "worker-0").mkdir()
     (tmp_path / "worker-0" / "log").write_text("\n".join(lines))
     assert list(log_tails(tmp_path, began_s)) == [(f"log {tmp_path}/worker-0/log", "\n".join(lines[-MAX_LINES:]))]
+
+
+def test_a_huge_log_is_not_read_and_a_removed_one_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "huge.log").write_bytes(b"x" * (4 * MAX_BYTES) + b"\nend")
+    (tmp_path / "removed.log").symlink_to(tmp_path / "nowhere")
+    ((_, tail),) = log_tails(tmp_path, 0.0)
+    assert tail.endswith("x\nend")
+    assert len(tail) <= MAX_BYTES
+
+
+def test_a_cluster_that_does_not_answer_delays_a_failure_only_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(cluster, "running", [SimpleNamespace(http=address)])
+        monkeypatch.setattr("tests.failure_details.STATE_TIMEOUT_S", STATE_TIMEOUT_S / 50)
+        ((title, state),) = cluster_states()
+    assert title == f"state of {address}"
+    assert state.startswith("no answer: ")

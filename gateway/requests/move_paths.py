@@ -1,7 +1,7 @@
 """Remembers between which decode workers a move failed, so that the next move chooses another target.
 
-A blocked path needs no trial of its own. Once its block has ended, the next move uses it. A failed move recomputes its
-answer elsewhere, and no client notices.
+The gateway sends no trial over a blocked path. When the block ends, the next move uses the path. If that move fails,
+another worker recomputes the response, and its client notices nothing.
 """
 
 import logging

@@ -126,7 +126,9 @@ class Placing:
         lane.check(entry)
 
     async def until_served(self, request: RunningAnswer) -> None:
-        """Waits while a model's workers are away for a moment, and no longer than a lease lasts, or until it wakes.
+        """Waits while a model's workers are unavailable for a moment, or until the model wakes.
+
+        The wait lasts at most as long as a lease, and right after the gateway's start until `settled_at_s`.
 
         Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
         """

@@ -68,8 +68,10 @@ class Topology:
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
         self._in_order: list[Member] | None = None  # all workers by role and id, until one changes
-        self._models: dict[str | None, ModelWorkers] = {}  # until a worker joins or leaves; None: of all models
-        self._named_tenants: dict[str, set[str]] = {}  # as above: the tenants that have workers of their own
+        self._models: dict[str | None, ModelWorkers] = {}
+        """Workers in rotation by model, and of all models under None. Cleared when a worker joins or leaves."""
+        self._named_tenants: dict[str, set[str]] = {}
+        """Tenants with dedicated workers, by model. Cleared when a worker joins or leaves."""
         self._watchers: set[Callable[[], None]] = set()
         self._load_watchers: set[Callable[[], None]] = set()  # for reports of load, too
         self.stale_since_s: float | None = None  # since when it is unknown which workers are registered

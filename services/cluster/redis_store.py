@@ -213,7 +213,7 @@ class Store:
             return
         self._num_late_calls += 1
 
-        def end(done: asyncio.Task[Any]) -> None:  # after the connection's own time-out at the latest
+        def end(done: asyncio.Task[Any]) -> None:  # runs when the connection times out, at the latest
             self._num_late_calls -= 1
             if _has_succeeded(done):
                 on_late(done.result())

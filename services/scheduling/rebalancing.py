@@ -40,8 +40,6 @@ MOST_ASKED = 8
 """The pairs of answer and taker that one look checks against what the cluster allows, which costs the most."""
 MOST_REFUSED = 7
 """After this many refusals in a row of a pair, its pause becomes no longer: about five minutes."""
-_ROUNDING_S = 1e-9
-"""Tolerance of sums whose terms are in another order, in seconds."""
 HOT_FACTOR = 2.0
 """A worker whose steps take this many times the median of the others' is a hot spot."""
 
@@ -217,8 +215,8 @@ class Rebalancing:
             return []
         mean_tokens = _mean_tokens(giver)
         most_s = self._most_s(giver, reason)
-        most_alone_s = most_s - giver.share_s(mean_tokens) + _ROUNDING_S
-        able = [w for w, alone_s in seen if alone_s <= most_alone_s and w is not giver]
+        share_s = giver.share_s(mean_tokens)
+        able = [w for w, alone_s in seen if alone_s + share_s <= most_s and w is not giver]
         wanted = [w for w in able if w.joined_s(giver, mean_tokens) <= most_s]
         roomy = [w for w in wanted if self._has_room(w, mean_tokens)]
         open_to = [w for w in roomy if (giver.worker_id, w.worker_id) not in self._closed_until_s]

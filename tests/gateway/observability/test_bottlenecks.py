@@ -221,7 +221,7 @@ def test_many_workers_are_sampled_in_pieces(cluster: Cluster) -> None:
         cluster.add("decode", f"d-{number}", running=9)
     pieces = cluster.watch.pieces()
     next(pieces)
-    assert cluster.told() == [], "what is not complete is not judged"
+    assert cluster.told() == [], "an incomplete pass reports nothing"
     assert len(list(pieces)) >= 1
 
 

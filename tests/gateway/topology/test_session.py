@@ -11,9 +11,10 @@ from gateway.topology.session import GATHER_S, DecodeSession, Peer, PrefillSessi
 from gateway.types import Sampling
 from protos import worker_pb2_grpc
 from services.runtime import rpc
-from services.runtime.clock import Deadline
+from services.runtime.clock import Deadline, ManualClock
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from services.runtime.telemetry import TraceContext
+from tests.waiting import settle
 
 
 class Call:
@@ -47,21 +48,37 @@ async def call(session):
     await asyncio.wait([writer])
 
 
+class HeldSleep:
+    """The module asyncio, in which no sleep ends before `is_over` is set."""
+
+    def __init__(self):
+        self.is_over = asyncio.Event()
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds):
+        await self.is_over.wait()
+
+
 async def test_a_command_goes_at_once_and_those_right_after_it_go_together(session, call, monkeypatch):
-    monkeypatch.setattr("gateway.topology.session.GATHER_S", 0.5)  # longer than a slow machine needs for the next lines
+    clock, held = ManualClock(), HeldSleep()
+    monkeypatch.setattr("gateway.topology.session.SYSTEM_CLOCK", clock)
+    monkeypatch.setattr("gateway.topology.session.asyncio", held)
     session.pause(AttemptKey("first", 1))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle()
     assert call.messages == [["first"]]
     for name in "abc":
         session.pause(AttemptKey(name, 1))
-        await asyncio.sleep(0)
+        await settle()
     assert call.messages == [["first"]]
-    await asyncio.sleep(1.0)
+    held.is_over.set()
+    await settle()
     assert call.messages == [["first"], ["a", "b", "c"]]
+    clock.advance(2 * GATHER_S)
+    held.is_over.clear()
     session.pause(AttemptKey("later", 1))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle()
     assert call.messages[2:] == [["later"]]
 
 
