@@ -73,7 +73,7 @@ def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> 
     tried = [port] if port else random.sample(AUTOMATIC_PORTS, MAX_TRIES)
     error: OSError | UnicodeError | None = None
     for candidate in tried:
-        if candidate == taken != port:
+        if not port and candidate == taken:
             continue
         error = _bind_error(host, candidate)
         if error is None:
