@@ -38,7 +38,7 @@ from services.runtime.kinds import flag, folder, number, redis_url
 from services.runtime.model_size import weight_bytes
 from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
-from services.scheduling.health import GpuState, judge_gpu
+from services.scheduling.gpu_judgement import GpuState, judge_gpu
 from worker.nvml import open_gpu
 
 MIN_OPEN_FILES = 4096

@@ -25,7 +25,7 @@ from services.runtime.interceptor import caller_roles
 from services.runtime.tls import OPERATOR
 from services.runtime.worker_state import WorkerState
 from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
-from services.scheduling.health import GpuState
+from services.scheduling.gpu_judgement import GpuState
 
 CLUSTER_SERVICE = "tandem.v1.Cluster"
 WATCH_INTERVAL_S = 0.5

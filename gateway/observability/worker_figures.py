@@ -16,7 +16,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.troubles import Kind, Troubles
 from services.runtime.breaker import CircuitState
 from services.runtime.worker_state import WorkerState
-from services.scheduling.health import GpuState
+from services.scheduling.gpu_judgement import GpuState
 
 _PAGE_STATES = ("free", "cached", "reserved", "used")
 _TAKEN_PAGE_STATES = ("reserved", "used")

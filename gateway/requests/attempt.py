@@ -376,7 +376,8 @@ class Attempt:
     def _take_prefill_refusal(self, event: Declined) -> None:
         self._use_next_prefill(event.error)
         assert self.prefill is not None
-        self.watch.prompt_refused(self.prefill.peer.worker_id)
+        pull = self.facts.pull
+        self.watch.prompt_refused(self.prefill.peer.worker_id, awaits="" if pull is None else pull.worker_id)
 
     def _take_prefill_failure(self, event: Failed) -> None:
         if not self.is_decoding:

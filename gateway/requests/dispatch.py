@@ -78,7 +78,6 @@ class Dispatcher:
         self._region = policies.region
         self._targets = policies.targets
         self._prefill_choice = prefill_choice
-        self.pulls = Pulls(topology, clock=clock, is_on=policies.pulls_prefixes)
         self.on_trial: set[RunningAnswer] = set()
         """The requests that are tried alone after a death (`gateway.requests.quarantine`): each goes to workers without
         another one, if it can.
@@ -86,6 +85,7 @@ class Dispatcher:
         self.watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self.watch.note_gpu)
         self.pairs = PairCircuits(topology, clock=clock)
+        self.pulls = Pulls(topology, clock=clock, is_on=policies.pulls_prefixes, is_blocked=self.pairs.is_blocked)
         self.move_paths = MovePaths(clock)
         topology.watch_leaving(self._note_leaving)
         self._last_lost: dict[str, str] = {}
@@ -291,8 +291,10 @@ class Dispatcher:
         expected_s = speed.time_s(waiting + request.num_known_tokens)
         if route.is_remote:
             attempt.watch.sent(worker_id, expected_s)
-        is_proven = attempt.prefill is None or self.pairs.is_proven(attempt.prefill.peer, attempt.decode.peer)
-        attempt.watch.prompt_sent(worker_id, expected_s, is_proven=is_proven)
+        awaits = "" if attempt.facts.pull is None else attempt.facts.pull.worker_id
+        if attempt.prefill is not None and not self.pairs.is_proven(attempt.prefill.peer, attempt.decode.peer):
+            awaits = awaits or attempt.decode.peer.worker_id
+        attempt.watch.prompt_sent(worker_id, expected_s, awaits=awaits)
 
     def note_success(self, attempt: Attempt) -> None:
         """Notes that the decode worker generates, so that every worker has done its part."""

@@ -165,8 +165,9 @@ class Monitor:
         asked = watch.asked()
         await attempt.admit(is_local_prefill=prefill is None)
         watch.came(asked)
-        is_proven = prefill is None or self._pairs.is_proven(prefill.peer, attempt.decode.peer)
-        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s, is_proven=is_proven)
+        opens_link = prefill is not None and not self._pairs.is_proven(prefill.peer, attempt.decode.peer)
+        awaits = attempt.decode.peer.worker_id if opens_link else ""
+        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s, awaits=awaits)
         if prefill is not None:
             self._pairs.begin_trial(attempt, prefill.peer.worker_id)
             attempt.start_prefill([prefill])

@@ -4,7 +4,7 @@ A pair between which fetching failed is left alone for a while, since each failu
 computing would have taken. Where prefixes are fetched is `services.scheduling.routing.pulls`' decision.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gateway.observability.phases import AttemptFacts
 from gateway.topology.events import PullOrder
@@ -21,12 +21,18 @@ MAX_PAIRS = 4096
 
 
 class Pulls:
-    """What one gateway knows of fetching between pairs of workers. `is_on` is the operator's choice."""
+    """What one gateway knows of fetching between pairs of workers. `is_on` is the operator's choice.
 
-    def __init__(self, topology: Topology, *, clock: Clock, is_on: bool) -> None:
+    `is_blocked` tells whether handoffs from a prefill to a decode worker fail; a pull would take the same path.
+    """
+
+    def __init__(
+        self, topology: Topology, *, clock: Clock, is_on: bool, is_blocked: Callable[[tuple[str, str]], bool]
+    ) -> None:
         self._topology = topology
         self._clock = clock
         self._is_on = is_on
+        self._is_blocked = is_blocked
         self._pauses: dict[tuple[str, str], tuple[float, float]] = {}
         """By holder and prefill worker: (length of the pause, its end)."""
 
@@ -65,6 +71,8 @@ class Pulls:
         _, until_s = self._pauses.get((holder.worker_id, prefill.worker_id), (0.0, 0.0))
         gives, takes = (self._topology.member(view.worker_id) for view in (holder, prefill))
         if until_s > self._clock.monotonic() or gives is None or takes is None:
+            return False
+        if self._is_blocked((prefill.worker_id, holder.worker_id)):
             return False
         # Both serve the request's model; what was computed must be what the other one would have computed.
         return self._topology.may_go_on(gives.record.identity_key, takes.record.identity_key)

@@ -12,7 +12,7 @@ from services.cluster.registry import WorkerRecord
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.reach import Obstacle
 from services.runtime.worker_state import WorkerState
-from services.scheduling.health import GPU_OK, GpuJudgement
+from services.scheduling.gpu_judgement import GPU_OK, GpuJudgement
 from services.scheduling.routing.views import WorkerView
 
 ROLES: tuple["Role", ...] = ("prefill", "decode")

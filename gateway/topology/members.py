@@ -26,7 +26,7 @@ from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.runtime.worker_state import WorkerState
-from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
+from services.scheduling.gpu_judgement import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.pools import NO_POOLS, Audience, Pools
 
 QUIET_S = 1.0  # a worker that has not spoken for this long has its lease looked up

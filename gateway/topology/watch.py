@@ -20,8 +20,9 @@ import msgspec
 from gateway.topology.pacing import Pace
 from services.runtime.breaker import CircuitState
 from services.runtime.clock import Clock
+from services.scheduling.gpu_judgement import GpuJudgement, GpuState
 from services.scheduling.handoff_times import HandoffTimes, SlowPair
-from services.scheduling.health import Circuit, GpuJudgement, GpuState, WorkerHealth
+from services.scheduling.health import Circuit, WorkerHealth
 
 FLOOR_S = 0.01
 """What is added to the expected time and to the real one before the two are compared."""
@@ -298,7 +299,7 @@ class AttemptWatch:
         self._prompt: Stage | None = None
         self._sent_s = self._started_s = self._done_s = 0.0
         """When the prompt was sent, when its worker began with it, and when the first token came; 0 if not yet."""
-        self._is_proven = True
+        self._awaits = ""
         self._answer: Stage | None = None
         self._num_tokens = 0
         self._probes: dict[str, int] = {}
@@ -318,15 +319,17 @@ class AttemptWatch:
         self._stages.remove(stage)
         self._watch.came(stage)
 
-    def prompt_sent(self, worker_id: str, expected_s: float, *, is_proven: bool = True) -> None:
-        """Records that a worker computes the prompt. Unless `is_proven`, it may have to open a Link first."""
+    def prompt_sent(self, worker_id: str, expected_s: float, *, awaits: str = "") -> None:
+        """Records that a worker computes the prompt.
+
+        `awaits` is the worker to which it may have to open a Link before it begins, or from which it pulls a prefix.
+        """
         # A probe of a decode worker is decided by the answer, which comes after the prompt.
         probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
         self._prompt = self._begin(worker_id, expected_s, probe)
-        self._sent_s, self._is_proven = self._prompt.began_s, is_proven
+        self._sent_s, self._awaits = self._prompt.began_s, awaits
         self._started_s = self._done_s = 0.0
-        if not is_proven:
-            self._prompt.peer_id = self._decode_id
+        self._prompt.peer_id = awaits
 
     def note_prompt_started(self) -> None:
         """Records that a prefill worker has begun with the prompt. It may wait for its peer's reservation now."""
@@ -335,14 +338,14 @@ class AttemptWatch:
             self._prompt.peer_id = self._decode_id
             self._watch.heard(self._prompt, is_done=False)
 
-    def prompt_refused(self, next_id: str) -> None:
+    def prompt_refused(self, next_id: str, *, awaits: str = "") -> None:
         """Notes that the worker did not take the prompt: nothing is expected of it, and `next_id` computes it."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             self._stages.remove(prompt)
             self._watch.dropped(prompt)
             self.sent(next_id, prompt.expected_s)
-            self.prompt_sent(next_id, prompt.expected_s)
+            self.prompt_sent(next_id, prompt.expected_s, awaits=awaits)
 
     def note_prompt_done(self, *, is_finished: bool = False) -> None:
         """Records that the prompt is computed. A remote one is judged at its handoff, which tells its worker's part.
@@ -357,7 +360,7 @@ class AttemptWatch:
             self._end_prompt(self._done_s - self._sent_s)
             self._begin_answer()
         elif is_finished:
-            self._end_prompt(self._done_s - (self._sent_s if self._is_proven else self._started_s or self._sent_s))
+            self._end_prompt(self._done_s - (self._started_s if self._awaits and self._started_s else self._sent_s))
         else:
             self._watch.heard(prompt, is_done=True)
 
@@ -374,7 +377,7 @@ class AttemptWatch:
         now_s, done_s = self._watch.now_s(), self._done_s
         started_s = self._started_s or self._sent_s
         computing_s = max((began_s + spent_s for began_s, spent_s, _ in chunks), default=done_s - started_s)
-        waited_s = started_s - self._sent_s if self._is_proven else 0.0
+        waited_s = 0.0 if self._awaits else started_s - self._sent_s
         self._end_prompt(min(done_s - self._sent_s, waited_s + computing_s))
         took_s = now_s - started_s - min(computing_s, done_s - started_s)
         self._watch.handed_off((prompt.worker_id, self._decode_id), took_s, expected_s=self._handoff_s)

@@ -5,8 +5,9 @@ seconds of the fault where the worker has work and answers are expected within 0
 
   slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S`, or of its last
            `MIN_RATIOS` where those are fewer, is more than `SLOW_RATIO` times the median of the other workers' and more
-           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse no worker. Two judgements in a row,
-           `JUDGE_EVERY_S` or more apart, must find this;
+           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse no worker. So is that of the last
+           `MIN_RATIOS`, and a result that comes `CONFIRM_S` later must confirm both: a busy machine delays everything
+           that is under way at one moment, which is one observation, however many results it makes late;
   silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
            Where that is true of more than half of the group the fault is here or everywhere, and no worker is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
@@ -29,11 +30,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from services.runtime.breaker import WINDOW_S, CircuitState
-from services.runtime.gpu_facts import GpuFacts
 from services.scheduling.breakers import Breakers
+from services.scheduling.gpu_judgement import GpuJudgement, GpuState
 
 SLOW_WINDOW_S = 1.5
 """How far back ratios count in the judgement of slowness."""
@@ -50,8 +50,8 @@ SILENCE_FACTOR = 4.0
 MIN_SILENCE_S = 0.5
 MAX_OPEN_S = 4.0
 MAX_PROBATION_S = 60.0
-NUM_SLOW = 2
-"""Judgements in a row that must find a worker slow: one hiccup of a busy worker may fill its whole memory."""
+CONFIRM_S = 0.5
+"""How long a worker must have been found slow before a result can confirm it: longer than most pauses of a process."""
 MAX_REMEMBERED = 16
 MAX_GROUPS = 256
 JUDGE_EVERY_S = 0.2
@@ -60,93 +60,6 @@ FORGET_AFTER_S = 600.0
 NOBODY: frozenset[str] = frozenset()
 CAUSES = ("slow", "silent", "erring", "gpu")
 """Why a worker may be kept from work."""
-
-
-class GpuState(StrEnum):
-    """What is to be done with a GPU."""
-
-    OK = "ok"
-    DEGRADED = "degraded"
-    OUT = "out"
-
-
-HARMLESS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Faults of a program, not of the GPU, as listed in NVIDIA's device plugin for Kubernetes."""
-DEGRADING_XIDS = frozenset({63, 92, 94})
-"""Row remapping recorded, many corrected errors, a contained error: the GPU still works, and should be looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLimits:
-    """The limits beyond which a GPU counts as degraded or is not used; weights are shares of its full speed."""
-
-    default_slowdown_c: float = 90.0
-    """The temperature at which a GPU slows down, where it does not say so itself."""
-    hot_margin_c: float = 5.0
-    """A GPU this close to that temperature is degraded."""
-    out_above_c: float = 5.0
-    """A GPU this far above that temperature is out: its own throttling does not help."""
-    min_free_share: float = 0.01
-    """A GPU with less free memory than this is degraded: the driver's next allocation fails."""
-    weights: tuple[tuple[str, float], ...] = (
-        ("hw_thermal", 0.5),
-        ("hw_power_brake", 0.5),
-        ("hw_slowdown", 0.5),
-        ("sw_thermal", 0.7),
-    )
-    """Weights by reason for throttling, without `sw_power_cap`: many GPUs are at their power limit whenever they are
-    busy, and what that costs is measured."""
-    suspect_weight: float = 0.5
-    """The weight of a GPU that is degraded for any other reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuJudgement:
-    """The judgement of a GPU. `weight`: its share of full speed; `reasons` name what was found, for log and status."""
-
-    state: GpuState = GpuState.OK
-    weight: float = 1.0
-    reasons: tuple[str, ...] = ()
-
-
-GPU_OK = GpuJudgement()
-
-
-def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
-    """Judges a GPU: uncorrected errors, failed remapping, own faults or great heat put it out; the rest degrades it."""
-    limits = limits or GpuLimits()
-    out: list[str] = []
-    degraded: list[tuple[str, float]] = [(name, w) for name, w in limits.weights if name in facts.throttle_reasons]
-    if facts.num_uncorrected:
-        out.append("uncorrected_memory_errors")
-    if facts.has_remap_failed:
-        out.append("row_remap_failed")
-    if facts.is_remap_pending:
-        degraded.append(("row_remap_pending", limits.suspect_weight))
-    if facts.is_lost:
-        out.append("lost")
-    for xid in sorted(facts.xids - HARMLESS_XIDS):
-        if xid in DEGRADING_XIDS:
-            degraded.append((f"xid_{xid}", limits.suspect_weight))
-        else:
-            out.append(f"xid_{xid}")
-    if facts.temperature_c is not None:
-        slowdown_c = limits.default_slowdown_c if facts.slowdown_c is None else facts.slowdown_c
-        if facts.temperature_c >= slowdown_c + limits.out_above_c:
-            out.append("too_hot")
-        elif facts.temperature_c >= slowdown_c - limits.hot_margin_c:
-            degraded.append(("hot", limits.suspect_weight))
-    if (
-        facts.free_bytes is not None
-        and facts.total_bytes
-        and facts.free_bytes < limits.min_free_share * facts.total_bytes
-    ):
-        degraded.append(("little_free_memory", limits.suspect_weight))
-    if out:
-        return GpuJudgement(GpuState.OUT, 0.0, tuple(out))
-    if degraded:
-        return GpuJudgement(GpuState.DEGRADED, min(w for _, w in degraded), tuple(name for name, _ in degraded))
-    return GpuJudgement()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +102,8 @@ class _Worker:
     """The number of the last probe."""
     probe_until_s: float = 0.0
     """When the probe is taken for failed."""
-    num_slow: int = 0
-    """Judgements in a row that found the worker slow."""
+    slow_since_s: float = math.inf
+    """When the first of the judgements in a row was made that found the worker slow."""
     cause: Cause | None = None
     """Why its breaker opened last."""
 
@@ -205,6 +118,14 @@ class _Worker:
         if len(last) < MIN_RATIOS or last[0][0] < since_s:
             return None
         return sorted([ratio for _, ratio in last])[(MIN_RATIOS - 1) // 2]
+
+    def slow_ratio(self, now_s: float) -> float | None:
+        """Returns the ratio that shows the worker to be slow, the smaller of both medians; None where it is not."""
+        last = self.last_ratio(now_s - REFERENCE_S)
+        if last is None:
+            return None
+        ratio = min(last, self.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS) or last)
+        return ratio if ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * self.reference) else None
 
     def usual_ratio(self, since_s: float) -> float | None:
         """Returns what others are compared with: the last ratios, since what slows all workers shows there first."""
@@ -244,7 +165,7 @@ class _Worker:
     def forgive(self) -> None:
         self.ratios.clear()
         self.outcomes.clear()
-        self.num_slow = 0
+        self.slow_since_s = math.inf
 
 
 class WorkerHealth:
@@ -461,14 +382,12 @@ class WorkerHealth:
                 if now_s > worker.probe_until_s:
                     self._breakers.failed(worker_id, now_s, is_probe=True)
                 continue
-            ratio = worker.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS)
-            if ratio is None:
-                ratio = worker.last_ratio(now_s - REFERENCE_S)
-            is_slow = ratio is not None and ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * worker.reference)
-            worker.num_slow = worker.num_slow + 1 if is_slow else 0
-            if self._breakers.is_open(worker_id) or not (worker.num_slow >= NUM_SLOW or worker_id in silent):
-                continue
+            ratio = worker.slow_ratio(now_s)
+            worker.slow_since_s = math.inf if ratio is None else min(worker.slow_since_s, now_s)
             is_silent = worker_id in silent
+            is_slow = ratio is not None and worker.ratios[-1][0] >= worker.slow_since_s + CONFIRM_S
+            if self._breakers.is_open(worker_id) or not (is_slow or is_silent):
+                continue
             worker.cause = worker.why_silent(now_s) if is_silent or ratio is None else worker.why_slow(ratio)
             self._breakers.trip(worker_id, now_s)
 

@@ -16,7 +16,7 @@ from gateway.topology.trouble_watch import CERTIFICATE_DAYS, SLOW_REDIS_S
 from gateway.topology.troubles import KINDS
 from services.runtime.breaker import CircuitState
 from services.scheduling.entry import ServiceClass
-from services.scheduling.health import GpuLimits, GpuState
+from services.scheduling.gpu_judgement import GpuLimits, GpuState
 from tests.monitoring.deployed_files import (
     ALERTS,
     DASHBOARDS,

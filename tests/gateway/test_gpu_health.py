@@ -10,7 +10,7 @@ from gateway.topology.watch import LEAST_WEIGHT, WorkerWatch
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.runtime.clock import ManualClock
 from services.runtime.gpu_facts import GpuFacts
-from services.scheduling.health import GpuJudgement, GpuState
+from services.scheduling.gpu_judgement import GpuJudgement, GpuState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing.views import WorkerView
 from worker.gpu import gpu_message

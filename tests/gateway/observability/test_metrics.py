@@ -31,7 +31,7 @@ from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_facts import GpuFacts
 from services.runtime.worker_state import WorkerState
-from services.scheduling.health import judge_gpu
+from services.scheduling.gpu_judgement import judge_gpu
 from tests.waiting import HANG_LIMIT_S
 from worker.config import WorkerConfig
 from worker.gpu_use import GpuUse

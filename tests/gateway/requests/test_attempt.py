@@ -174,7 +174,7 @@ async def test_refused_prefill_uses_the_next_and_then_gives_up():
     scene.attempt._at.add(scene.decode)
     scene.attempt.start_prefill([scene.prefill, second])
     asked = []
-    scene.attempt.watch.prompt_refused = asked.append
+    scene.attempt.watch.prompt_refused = lambda worker_id, awaits: asked.append(worker_id)
     scene.tell(scene.prefill, Declined(NoFreePages("full")))
     scene.tell(second, tokens(0, 10))
     assert (await scene.attempt.next_arrived()).token_ids == [10]
@@ -192,7 +192,7 @@ async def test_each_prefill_worker_is_told_what_it_is_to_fetch_itself():
     scene.attempt._at.add(scene.decode)
     pull = PullOrder("holder", "1" * 32, "h:2", 800, 0.5)
     scene.attempt.start_prefill([scene.prefill, second], {"second": pull})
-    scene.attempt.watch.prompt_refused = lambda worker_id: None
+    scene.attempt.watch.prompt_refused = lambda worker_id, awaits: None
     assert (scene.prefill.pull, scene.attempt.facts.pull) == (None, None)
     scene.tell(scene.prefill, Declined(NoFreePages("full")))
     await scene.attempt.next_arrived()

@@ -1,5 +1,6 @@
 """What prefill workers are told to fetch, and which pairs are left alone after a failure."""
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -44,9 +45,15 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
+def made(
+    cluster: Cluster, clock: ManualClock, *, is_on: bool = True, blocked: Collection[tuple[str, str]] = ()
+) -> Pulls:
+    return Pulls(cast(Any, cluster), clock=clock, is_on=is_on, is_blocked=blocked.__contains__)
+
+
 @pytest.fixture
 def pulls(cluster: Cluster, clock: ManualClock) -> Pulls:
-    return Pulls(cast(Any, cluster), clock=clock, is_on=True)
+    return made(cluster, clock)
 
 
 def facts(order: Any, *, num_tokens: int = 0, has_started: bool = True) -> AttemptFacts:
@@ -68,13 +75,20 @@ def test_a_worker_is_told_where_to_fetch_and_for_how_long(pulls: Pulls) -> None:
 
 
 def test_what_the_operator_or_the_workers_do_not_allow_is_not_fetched(cluster: Cluster, clock: ManualClock) -> None:
-    assert Pulls(cast(Any, cluster), clock=clock, is_on=False).can_pull is None
-    can_pull = Pulls(cast(Any, cluster), clock=clock, is_on=True).can_pull
+    assert made(cluster, clock, is_on=False).can_pull is None
+    can_pull = made(cluster, clock).can_pull
     assert can_pull is not None
     assert can_pull(view("h"), view("p"))
     assert not can_pull(view("gone"), view("p"))
     cluster.identities["h"] = "other weights"
     assert not can_pull(view("h"), view("p"))
+
+
+def test_nothing_is_fetched_over_the_path_of_a_blocked_pair(cluster: Cluster, clock: ManualClock) -> None:
+    can_pull = made(cluster, clock, blocked={("p", "h")}).can_pull
+    assert can_pull is not None
+    assert not can_pull(view("h"), view("p"))
+    assert can_pull(view("other"), view("p"))
 
 
 def test_a_pair_that_failed_rests_longer_each_time_and_a_success_ends_that(pulls: Pulls, clock: ManualClock) -> None:

@@ -8,7 +8,7 @@ import pytest
 from gateway.topology.pacing import Pace
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from protos import worker_pb2
-from services.scheduling.health import GpuJudgement, GpuState
+from services.scheduling.gpu_judgement import GpuJudgement, GpuState
 
 GROUP = ("a", "b")
 
@@ -251,11 +251,11 @@ async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_
     hung.cancel()
 
 
-def remote_prompt(watch, prefill_id, decode_id, *, is_proven=True):
+def remote_prompt(watch, prefill_id, decode_id, *, awaits=""):
     """An attempt whose prompt one worker computes for another one; all should take 0.05 s."""
     attempt = AttemptWatch(watch, decode_id, token_s=0.05 / TOKENS_PER_STAGE, handoff_s=0.05)
     attempt.sent(prefill_id, 0.05)
-    attempt.prompt_sent(prefill_id, 0.05, is_proven=is_proven)
+    attempt.prompt_sent(prefill_id, 0.05, awaits=awaits)
     return attempt
 
 
@@ -264,7 +264,7 @@ def serve_remote(clock, watch, *, link_s=0.0, grant_s=0.0, steps_s=0.05, handoff
     usual = {"link_s": 0.0, "grant_s": 0.0, "steps_s": 0.05, "handoff_s": 0.05, "answer_s": 0.05}
     own = {"link_s": link_s, "grant_s": grant_s, "steps_s": steps_s, "handoff_s": handoff_s, "answer_s": answer_s}
     for prefill_id, decode_id, took in (("b", "y", usual), ("a", "x", own)):
-        attempt = remote_prompt(watch, prefill_id, decode_id, is_proven=not took["link_s"])
+        attempt = remote_prompt(watch, prefill_id, decode_id, awaits=decode_id if took["link_s"] else "")
         clock.now_s += took["link_s"]
         attempt.note_prompt_started()
         clock.now_s += max(took["grant_s"], took["steps_s"])
@@ -313,6 +313,24 @@ def test_a_worker_that_waits_for_one_peer_is_silent_only_after_it_could_report_t
     assert list(watch.usable(GROUP)) == ["b"]
     for attempt in attempts:
         attempt.end()
+
+
+def test_a_worker_that_pulls_a_prefix_first_is_neither_silent_nor_slow_for_its_source():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for number in range(20):
+        usual = remote_prompt(watch, "b", "y")
+        attempt = remote_prompt(watch, "a", "x", awaits="source")
+        clock.now_s += 0.05
+        usual.note_prompt_done(is_finished=True)
+        usual.end()
+        clock.now_s += 0.95
+        assert watch.usable(GROUP) == GROUP, number
+        attempt.note_prompt_started()
+        clock.now_s += 0.05
+        attempt.note_prompt_done(is_finished=True)
+        attempt.end()
+    assert not watch.circuits()
 
 
 def test_a_worker_that_begins_with_no_prompt_or_answers_no_peer_is_silent_soon():

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.runtime.gpu_facts import GpuFacts
+from services.scheduling.gpu_judgement import GpuJudgement, GpuState
 from services.scheduling.health import (
+    CONFIRM_S,
     JUDGE_EVERY_S,
     MAX_PROBATION_S,
     MIN_SILENCE_S,
-    GpuJudgement,
-    GpuState,
     WorkerHealth,
     _median_without,
-    judge_gpu,
 )
 from tests.examples import examples
 
@@ -32,39 +30,37 @@ def seen(health, now_s, **ratios):
             health.note_success(worker_id, ratio, now_s)
 
 
-def judged_out(health, now_s):
-    """The workers that are out after two judgements, the second at that time."""
-    health.out_of_rotation(GROUP, now_s - 0.3)
-    return health.out_of_rotation(GROUP, now_s)
+def judged_out(health, now_s, **ratios):
+    """Returns the workers that are out after results at two moments, the second at `now_s`."""
+    for at_s in (now_s - CONFIRM_S, now_s):
+        seen(health, at_s, **ratios)
+        out = health.out_of_rotation(GROUP, at_s)
+    return out
 
 
 def test_who_is_three_times_slower_than_the_others_gets_nothing():
     health = WorkerHealth()
-    seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
-    assert judged_out(health, 0.5) == {"a"}
+    assert judged_out(health, 0.5, a=6.1, b=2.0, c=2.0, d=1.0) == {"a"}
     assert health.num_ejected == 1
     health = WorkerHealth()
-    seen(health, 0.0, a=5.9, b=2.0, c=2.0, d=1.0)
-    assert judged_out(health, 0.5) == set()
+    assert judged_out(health, 0.5, a=5.9, b=2.0, c=2.0, d=1.0) == set()
 
 
 def test_predictions_that_are_wrong_for_all_accuse_nobody():
     health = WorkerHealth()
-    seen(health, 0.0, a=20.0, b=25.0, c=15.0, d=22.0)
-    assert judged_out(health, 0.5) == set()
+    assert judged_out(health, 0.5, a=20.0, b=25.0, c=15.0, d=22.0) == set()
 
 
 def test_a_little_slower_than_predicted_is_healthy_however_fast_the_others_are():
     health = WorkerHealth()
-    seen(health, 0.0, a=1.9, b=0.1, c=0.1, d=0.1)
-    assert judged_out(health, 0.5) == set()
+    assert judged_out(health, 0.5, a=1.9, b=0.1, c=0.1, d=0.1) == set()
 
 
 def test_one_slow_answer_is_nothing():
     health = WorkerHealth()
     seen(health, 0.0, a=1.0, b=1.0)
     health.note_success("a", 100.0, 0.1)
-    assert judged_out(health, 0.5) == set()
+    assert judged_out(health, 0.7) == set()
 
 
 def test_a_hiccup_of_a_busy_worker_is_nothing():
@@ -76,6 +72,17 @@ def test_a_hiccup_of_a_busy_worker_is_nothing():
     for number in range(50):
         health.note_success("a", 1.0, 0.2 + number / 1000)
     assert health.out_of_rotation(GROUP, 0.5) == set()
+
+
+def test_results_that_are_late_at_one_moment_are_one_observation():
+    health = WorkerHealth()
+    seen(health, 0.0, b=1.0)
+    for number in range(9):
+        health.note_success("a", 20.0, 0.1 + number / 100)
+    for judged_s in (0.2, 0.5, 0.8, 1.5, 5.0):
+        assert health.out_of_rotation(GROUP, judged_s) == set()
+    health.note_success("a", 20.0, 5.1)
+    assert health.out_of_rotation(GROUP, 5.1 + JUDGE_EVERY_S) == {"a"}
 
 
 def test_silence_with_work_outstanding():
@@ -143,9 +150,8 @@ def test_who_leaves_and_is_back_is_told_once():
 
 def test_figures_of_who_is_slow_and_who_is_silent():
     health = WorkerHealth()
-    seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
     health.note_load("d", 3, 0.2, 0.0)
-    assert judged_out(health, 3.0) == {"a", "d"}
+    assert judged_out(health, 3.0, a=6.1, b=2.0, c=2.0) == {"a", "d"}
     causes = {one.worker_id: one.cause for one in health.circuits()}
     assert causes["a"].words == "its own steps take 6.1 times as long as expected, with the others 2 times"
     assert causes["a"].figures == {"ratio": 6.1, "others": 2.0}
@@ -171,9 +177,7 @@ def test_errors():
 
 def test_probes_and_the_way_back():
     health = WorkerHealth()
-    seen(health, 0.0, a=10.0, b=1.0, c=1.0)
-    assert health.out_of_rotation(GROUP, -0.3) == set()
-    assert health.out_of_rotation(GROUP, 0.0) == {"a"}
+    assert judged_out(health, 0.0, a=10.0, b=1.0, c=1.0) == {"a"}
     assert health.due_for_probe(GROUP, 0.9) == []
     assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (["a"], {"a"})
     slow = health.begin("a", 1.0, expected_s=0.1)
@@ -423,37 +427,3 @@ def test_who_flaps_is_not_taken_back_at_each_good_moment(size, factor):
         slow.append(cluster.num_slow)
     assert max(slow) <= 5
     assert mean(slow) <= 2.5
-
-
-@pytest.mark.parametrize(
-    ("facts", "state", "weight", "reasons"),
-    [
-        ({}, GpuState.OK, 1.0, ()),
-        ({"temperature_c": 84.9, "slowdown_c": 90.0}, GpuState.OK, 1.0, ()),
-        ({"temperature_c": 85.0, "slowdown_c": 90.0}, GpuState.DEGRADED, 0.5, ("hot",)),
-        ({"temperature_c": 85.0}, GpuState.DEGRADED, 0.5, ("hot",)),
-        ({"temperature_c": 95.0, "slowdown_c": 90.0}, GpuState.OUT, 0.0, ("too_hot",)),
-        ({"num_uncorrected": 0, "has_remap_failed": False}, GpuState.OK, 1.0, ()),
-        ({"num_uncorrected": 1}, GpuState.OUT, 0.0, ("uncorrected_memory_errors",)),
-        ({"has_remap_failed": True}, GpuState.OUT, 0.0, ("row_remap_failed",)),
-        ({"is_remap_pending": True}, GpuState.DEGRADED, 0.5, ("row_remap_pending",)),
-        ({"throttle_reasons": frozenset({"sw_power_cap"})}, GpuState.OK, 1.0, ()),
-        ({"throttle_reasons": frozenset({"sw_thermal"})}, GpuState.DEGRADED, 0.7, ("sw_thermal",)),
-        (
-            {"throttle_reasons": frozenset({"sw_thermal", "hw_thermal", "sw_power_cap"})},
-            GpuState.DEGRADED,
-            0.5,
-            ("hw_thermal", "sw_thermal"),
-        ),
-        ({"is_lost": True}, GpuState.OUT, 0.0, ("lost",)),
-        ({"xids": frozenset({13, 63, 95})}, GpuState.OUT, 0.0, ("xid_95",)),
-        ({"free_bytes": 79, "total_bytes": 8000}, GpuState.DEGRADED, 0.5, ("little_free_memory",)),
-        ({"free_bytes": 80, "total_bytes": 8000}, GpuState.OK, 1.0, ()),
-        ({"free_bytes": 0, "total_bytes": 0}, GpuState.OK, 1.0, ()),
-        ({"xids": frozenset({31})}, GpuState.OK, 1.0, ()),
-        ({"xids": frozenset({94})}, GpuState.DEGRADED, 0.5, ("xid_94",)),
-        ({"xids": frozenset({79}), "temperature_c": 88.0}, GpuState.OUT, 0.0, ("xid_79",)),
-    ],
-)
-def test_what_gpu_facts_amount_to(facts, state, weight, reasons):
-    assert judge_gpu(GpuFacts(**facts)) == GpuJudgement(state, weight, reasons)
