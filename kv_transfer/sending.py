@@ -84,6 +84,11 @@ class SendLinks:
             raise
         return transfer
 
+    def has_link(self, address: str, peer_incarnation: str) -> bool:
+        """Return whether a Link to this receiver is open, so that `ask` need not make one first."""
+        place = self._links.get((address, peer_incarnation))
+        return place is not None and place.done()
+
     async def ask(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> SendTransfer:

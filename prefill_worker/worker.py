@@ -214,6 +214,8 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             self._queue.make_ready(attempt.spec.key)
             self._give_turns()
             await attempt.has_turn.wait()
+        if not self._links.has_link(attempt.decode_address, attempt.decode_incarnation):
+            self.emit(attempt, worker_pb2.OpeningLink())
         # Asked before anything is computed: should the prompt kill this worker, the other one can tell whose it was.
         transfer = attempt.transfer = await self._links.ask(
             attempt.decode_address,

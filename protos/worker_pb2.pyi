@@ -1417,6 +1417,7 @@ class WorkerEvent(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     EMBEDDED_FIELD_NUMBER: _builtins.int
+    OPENING_LINK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try."""
@@ -1469,6 +1470,10 @@ class WorkerEvent(_message.Message):
     def embedded(self) -> Global___Embedded:
         """Prefill worker: the embedding of a prompt; no event follows."""
 
+    @_builtins.property
+    def opening_link(self) -> Global___OpeningLink:
+        """Prefill worker: it opens a Link to the decode worker, and begins with the prompt afterwards."""
+
     def __init__(
         self,
         *,
@@ -1485,12 +1490,13 @@ class WorkerEvent(_message.Message):
         step_tokens: Global___StepTokens | None = ...,
         cancelled: Global___Cancelled | None = ...,
         embedded: Global___Embedded | None = ...,
+        opening_link: Global___OpeningLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "opening_link", b"opening_link", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "embedded", b"embedded", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "opening_link", b"opening_link", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens", "cancelled", "embedded"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens", "cancelled", "embedded", "opening_link"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1542,6 +1548,23 @@ class Refused(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
+
+@_typing.final
+class OpeningLink(_message.Message):
+    """No Link to the decode worker is open. Until one is, the wait is no fault of the prefill worker's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpeningLink: _TypeAlias = OpeningLink  # noqa: Y015
 
 @_typing.final
 class PrefillStarted(_message.Message):

@@ -60,7 +60,7 @@ class FakeLinks:
     """Stands for SendLinks.
 
     Questions are not sent while `may_ask` is cleared, and not answered while `may_reserve` is; `ask_error` is raised
-    instead of sending them, and `error` refuses them.
+    instead of sending them, and `error` refuses them. `is_open` says whether there is a Link to each receiver.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,15 @@ class FakeLinks:
         self.may_reserve.set()
         self.ask_error: Exception | None = None
         self.error: Exception | None = None
+        self.is_open = True
         self.holds_commits = False
         self.holds_aborts = False
         self.transfers: dict[TransferId, FakeTransfer] = {}
         self.wanted: list[TransferId] = []
         self.asked: list[tuple[str, str, TransferId]] = []
+
+    def has_link(self, address: str, peer_incarnation: str) -> bool:
+        return self.is_open
 
     async def ask(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline

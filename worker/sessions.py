@@ -56,6 +56,7 @@ Payload: TypeAlias = (
     | StepTokens
     | worker_pb2.Admitted
     | worker_pb2.Refused
+    | worker_pb2.OpeningLink
     | worker_pb2.PrefillStarted
     | worker_pb2.Tokens
     | worker_pb2.HandedOff
@@ -70,6 +71,7 @@ Payload: TypeAlias = (
 _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
     worker_pb2.Admitted: "admitted",
     worker_pb2.Refused: "refused",
+    worker_pb2.OpeningLink: "opening_link",
     worker_pb2.PrefillStarted: "prefill_started",
     worker_pb2.Tokens: "tokens",
     worker_pb2.HandedOff: "handed_off",

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from gateway.observability.phases import AttemptFacts
 from gateway.requests.fault import Fault, fault_of
@@ -26,12 +26,12 @@ from gateway.topology.events import (
     Cancelled,
     Declined,
     DecodeStarted,
-    Embedded,
     Emitted,
     Event,
     Failed,
     Finished,
     HandedOff,
+    OpeningLink,
     Paused,
     PrefillStarted,
     PullOrder,
@@ -350,6 +350,9 @@ class Attempt:
         self.facts.prefill_started = event
         self._tokens.note_prefill(event.num_cached_tokens)
 
+    def _take_opening_link(self, _event: OpeningLink) -> None:
+        self.watch.note_opening_link()
+
     def _take_remote_prompt_start(self, event: PrefillStarted) -> None:
         self._take_prompt_start(event)
         self.watch.note_prompt_started()
@@ -460,35 +463,31 @@ class Attempt:
 
 _Take = Callable[[Attempt, Any], None]
 
+_IGNORED: Mapping[type[Event], _Take] = dict.fromkeys(get_args(Event), Attempt._ignore)
+
 FROM_DECODE: Mapping[type[Event], _Take] = {
-    Admitted: Attempt._ignore,
+    **_IGNORED,
     Declined: Attempt._take_decode_failure,
     PrefillStarted: Attempt._take_prompt_start,
     Emitted: Attempt._take_decoded,
-    HandedOff: Attempt._ignore,
     DecodeStarted: Attempt._take_decode_start,
     Paused: Attempt._take_pause,
     Finished: Attempt._take_decode_end,
     Failed: Attempt._take_decode_failure,
-    Cancelled: Attempt._ignore,
-    Embedded: Attempt._ignore,
 }
 """What each event of the decode worker does."""
 FROM_PREFILL: Mapping[type[Event], _Take] = {
-    Admitted: Attempt._ignore,
+    **_IGNORED,
     Declined: Attempt._take_prefill_refusal,
+    OpeningLink: Attempt._take_opening_link,
     PrefillStarted: Attempt._take_remote_prompt_start,
     Emitted: Attempt._take_prefilled,
     HandedOff: Attempt._take_handoff,
-    DecodeStarted: Attempt._ignore,
-    Paused: Attempt._ignore,
     Finished: Attempt._take_prefill_end,
     Failed: Attempt._take_prefill_failure,
-    Cancelled: Attempt._ignore,
-    Embedded: Attempt._ignore,
 }
 FROM_GIVER: Mapping[type[Event], _Take] = {
-    **dict.fromkeys(FROM_PREFILL, Attempt._ignore),
+    **_IGNORED,
     Declined: Attempt._take_giver_end,
     HandedOff: Attempt._take_giver_handoff,
     Finished: Attempt._take_giver_end,

@@ -292,8 +292,6 @@ class Dispatcher:
         if route.is_remote:
             attempt.watch.sent(worker_id, expected_s)
         awaits = "" if attempt.facts.pull is None else attempt.facts.pull.worker_id
-        if attempt.prefill is not None and not self.pairs.is_proven(attempt.prefill.peer, attempt.decode.peer):
-            awaits = awaits or attempt.decode.peer.worker_id
         attempt.watch.prompt_sent(worker_id, expected_s, awaits=awaits)
 
     def note_success(self, attempt: Attempt) -> None:

@@ -3,7 +3,8 @@
 So a circuit opens and closes even while no client asks anything, and no client's request is spent on finding out which
 worker has recovered. A trial is a small prompt and a few tokens: a decode worker computes all of it, a prefill worker
 the prompt, for a decode worker that is well. What it says of the worker is `gateway.topology.watch`'s business, as it
-is for any request; it is in no client's figures, log or limits. Blocked pairs of workers have trials, too.
+is for any request; it is in no client's figures, log or limits. Pairs of workers that are blocked, or whose
+last handoff failed, have trials, too.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ LOOK_EVERY_S = 0.25
 AGAIN_S = 1.0
 """The pause after a trial, also after one that found no room: the next one may not find any either."""
 MAX_PAIR_TRIALS = 16
-"""Maximum number of trials of blocked pairs at a time."""
+"""Maximum number of trials of pairs at a time."""
 NUM_PROMPT_TOKENS = 8
 """The length of a trial's prompt: less than any page, so nothing of it is kept in a cache."""
 NUM_TOKENS = 8
@@ -112,12 +113,12 @@ class Monitor:
             for decode_id in self._watch.usable(self._topology.rotation_ids("decode", model)):
                 decode = self._topology.decode_session(decode_id)
                 fits = worker_id in self._topology.prefill_ids(model, decode=decode.peer)
-                is_open = fits and not self._pairs.is_blocked((worker_id, decode_id))
+                is_open = fits and not self._pairs.is_in_doubt((worker_id, decode_id))
                 if is_open and await self._try_at(model, worker_id, decode, prefill):
                     return
 
     async def _try_pair(self, pair: Pair) -> None:
-        """Runs a trial of a blocked pair. Does nothing if one of its workers has just left."""
+        """Runs a trial of a pair in doubt. Does nothing if one of its workers has just left."""
         member = self._topology.member(pair[1])
         if member is None:
             return
@@ -156,7 +157,7 @@ class Monitor:
         return True
 
     def _note_path_failure(self, attempt: Attempt, error: TandemError) -> None:
-        """Records that a blocked pair's trial failed. It is no evidence against any other pair."""
+        """Records that the trial of a pair in doubt failed. It is no evidence against any other pair."""
         if attempt.probes:
             self._pairs.failed(attempt, error)
 
@@ -165,9 +166,7 @@ class Monitor:
         asked = watch.asked()
         await attempt.admit(is_local_prefill=prefill is None)
         watch.came(asked)
-        opens_link = prefill is not None and not self._pairs.is_proven(prefill.peer, attempt.decode.peer)
-        awaits = attempt.decode.peer.worker_id if opens_link else ""
-        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s, awaits=awaits)
+        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s)
         if prefill is not None:
             self._pairs.begin_trial(attempt, prefill.peer.worker_id)
             attempt.start_prefill([prefill])

@@ -2,7 +2,7 @@
 
 A worker reports an error about its peer. If the peer is alive, the path between the two is at fault, and the pair's
 circuit opens. No client's request uses a blocked pair. The gateway's own trials (`gateway.requests.monitor`) find out
-when pages pass again.
+whether one failed handoff was chance, and when pages pass again.
 """
 
 import logging
@@ -23,8 +23,6 @@ MAX_ERRORS = 2
 """Failed handoffs in a row that open a pair's circuit. A peer that cannot be reached opens it at once."""
 WINDOW_S = 30.0
 """Maximum age of the first of these failures, in seconds. A handoff may take several seconds to fail."""
-MAX_PROVEN = 16_384
-"""Maximum number of pairs of processes whose last handoff is known to have succeeded."""
 
 Pair = tuple[str, str]
 """IDs of the prefill worker and the decode worker."""
@@ -41,8 +39,8 @@ class PairCircuits:
         self._breakers = Breakers(max_errors=MAX_ERRORS, window_s=WINDOW_S)
         self._reasons: dict[Pair, str] = {}
         """The error that blocked each pair."""
-        self._proven: dict[tuple[str, str], None] = {}
-        """The processes between which the last handoff succeeded, by incarnation, oldest first: they have a Link."""
+        self._doubted: set[Pair] = set()
+        """Pairs that are not blocked, whose last handoff failed, and for which a trial is due or under way."""
 
     @property
     def has_blocked(self) -> bool:
@@ -53,10 +51,6 @@ class PairCircuits:
         """Returns whether the pair's circuit is open."""
         return pair in self._reasons
 
-    def is_proven(self, prefill: Peer, decode: Peer) -> bool:
-        """Returns whether the last handoff between these two processes succeeded."""
-        return (prefill.incarnation, decode.incarnation) in self._proven
-
     def reports(self) -> list[CutPairReport]:
         """Returns the blocked pairs whose workers are in rotation."""
         breakers, now_s = self._breakers, self._clock.monotonic()
@@ -66,33 +60,39 @@ class PairCircuits:
             if self._is_in_rotation(pair)
         ]
 
+    def is_in_doubt(self, pair: Pair) -> bool:
+        """Returns whether the pair is blocked, or one handoff failed and its trial is not over."""
+        return pair in self._reasons or pair in self._doubted
+
     def due_for_trial(self) -> list[Pair]:
-        """Returns the blocked pairs in rotation that a trial should use now."""
+        """Returns the pairs in rotation that a trial should use now: blocked ones, and those whose last handoff failed.
+
+        Without a trial, the second error that blocks a pair would have to wait until a request uses the pair again.
+        """
         now_s = self._clock.monotonic()
         for pair in self._reasons:
             self._breakers.trip(pair, now_s)  # `Breakers` drops breakers that have not changed for a long time.
-        return [pair for pair in self._reasons if not self._breakers.shut([pair], now_s) and self._is_in_rotation(pair)]
+        pairs = [pair for pair in (*self._reasons, *self._doubted) if self._is_in_rotation(pair)]
+        return [pair for pair in pairs if not self._breakers.shut([pair], now_s)]
 
     def begin_trial(self, attempt: "Attempt", prefill_id: str) -> None:
-        """Records that a trial is about to use the pair. If the pair is blocked, the trial's outcome decides."""
+        """Records that a trial is about to use the pair. If the pair is in doubt, the trial's outcome decides."""
         pair = prefill_id, attempt.decode.peer.worker_id
-        if self._breakers.begin(pair, self._clock.monotonic()):
+        if self._breakers.begin(pair, self._clock.monotonic()) or pair in self._doubted:
             attempt.probes.add(pair)
 
     def succeeded(self, attempt: "Attempt") -> None:
         """Records a successful handoff. Closes the pair's circuit, or drops the failures before it."""
         if attempt.prefill is None:
             return
-        prefill, decode = attempt.prefill.peer, attempt.decode.peer
-        pair = prefill.worker_id, decode.worker_id
+        pair = attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id
         if pair in self._reasons and pair not in attempt.probes:
             return  # The handoff began before the path failed. The next trial decides.
-        processes = prefill.incarnation, decode.incarnation
-        self._proven.pop(processes, None)
-        self._proven[processes] = None
-        if len(self._proven) > MAX_PROVEN:
-            del self._proven[next(iter(self._proven))]
-        attempt.probes.discard(pair)
+        self._doubted.discard(pair)
+        if pair in attempt.probes:
+            attempt.probes.discard(pair)
+            if pair not in self._reasons:
+                return  # A trial is smaller than most handoffs, so the error before it still counts.
         self._breakers.forget(pair)
         if self._reasons.pop(pair, None) is not None:
             logger.info("pair unblocked", extra=_named(pair))
@@ -102,12 +102,16 @@ class PairCircuits:
         if attempt.prefill is None:
             return
         prefill, decode, now_s = attempt.prefill.peer, attempt.decode.peer, self._clock.monotonic()
+        if not (self._is_current(prefill) and self._is_current(decode)):
+            return  # The error says nothing about the path to a successor.
         pair = prefill.worker_id, decode.worker_id
-        self._proven.pop((prefill.incarnation, decode.incarnation), None)
         self._breakers.failed(pair, now_s, is_probe=pair in attempt.probes)
-        attempt.probes.discard(pair)
         if isinstance(error, PeerUnreachable):
             self._breakers.trip(pair, now_s)
+        self._doubted.discard(pair)
+        if pair not in attempt.probes and not self._breakers.is_open(pair):
+            self._doubted.add(pair)
+        attempt.probes.discard(pair)
         if self._breakers.is_open(pair):
             if pair not in self._reasons:
                 logger.warning("pair blocked", extra={**_named(pair), "reason": error.message})
@@ -123,7 +127,12 @@ class PairCircuits:
         """Drops the circuits of a worker that has left."""
         for pair in [pair for pair in {*self._breakers.known(), *self._reasons} if worker_id in pair]:
             self._reasons.pop(pair, None)
+            self._doubted.discard(pair)
             self._breakers.forget(pair)
+
+    def _is_current(self, peer: Peer) -> bool:
+        member = self._topology.member(peer.worker_id)
+        return member is not None and member.session.peer.incarnation == peer.incarnation
 
     def _is_in_rotation(self, pair: Pair) -> bool:
         members = [self._topology.member(worker_id) for worker_id in pair]

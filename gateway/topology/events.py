@@ -70,6 +70,10 @@ class Declined(msgspec.Struct, frozen=True):
     error: TandemError
 
 
+class OpeningLink(msgspec.Struct, frozen=True):
+    """The prefill worker opens a Link to the decode worker, and begins with the prompt afterwards."""
+
+
 class PrefillStarted(msgspec.Struct, frozen=True):
     """The prompt is being computed, after waiting `queue_s` in the worker.
 
@@ -158,6 +162,7 @@ class Embedded(msgspec.Struct, frozen=True):
 Event = (
     Admitted
     | Declined
+    | OpeningLink
     | PrefillStarted
     | Emitted
     | HandedOff

@@ -299,7 +299,7 @@ class AttemptWatch:
         self._prompt: Stage | None = None
         self._sent_s = self._started_s = self._done_s = 0.0
         """When the prompt was sent, when its worker began with it, and when the first token came; 0 if not yet."""
-        self._awaits = ""
+        self._waits_first = False
         self._answer: Stage | None = None
         self._num_tokens = 0
         self._probes: dict[str, int] = {}
@@ -322,14 +322,20 @@ class AttemptWatch:
     def prompt_sent(self, worker_id: str, expected_s: float, *, awaits: str = "") -> None:
         """Records that a worker computes the prompt.
 
-        `awaits` is the worker to which it may have to open a Link before it begins, or from which it pulls a prefix.
+        `awaits` is the worker from which it pulls a prefix before it begins.
         """
         # A probe of a decode worker is decided by the answer, which comes after the prompt.
         probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
         self._prompt = self._begin(worker_id, expected_s, probe)
-        self._sent_s, self._awaits = self._prompt.began_s, awaits
+        self._sent_s, self._waits_first = self._prompt.began_s, bool(awaits)
         self._started_s = self._done_s = 0.0
         self._prompt.peer_id = awaits
+
+    def note_opening_link(self) -> None:
+        """Records that a prefill worker opens a Link before it begins with the prompt."""
+        if self._prompt is not None and not self._started_s:
+            self._prompt.peer_id, self._waits_first = self._decode_id, True
+            self._watch.heard(self._prompt, is_done=False)
 
     def note_prompt_started(self) -> None:
         """Records that a prefill worker has begun with the prompt. It may wait for its peer's reservation now."""
@@ -360,7 +366,8 @@ class AttemptWatch:
             self._end_prompt(self._done_s - self._sent_s)
             self._begin_answer()
         elif is_finished:
-            self._end_prompt(self._done_s - (self._started_s if self._awaits and self._started_s else self._sent_s))
+            began_s = self._started_s if self._waits_first and self._started_s else self._sent_s
+            self._end_prompt(self._done_s - began_s)
         else:
             self._watch.heard(prompt, is_done=True)
 
@@ -377,7 +384,7 @@ class AttemptWatch:
         now_s, done_s = self._watch.now_s(), self._done_s
         started_s = self._started_s or self._sent_s
         computing_s = max((began_s + spent_s for began_s, spent_s, _ in chunks), default=done_s - started_s)
-        waited_s = 0.0 if self._awaits else started_s - self._sent_s
+        waited_s = 0.0 if self._waits_first else started_s - self._sent_s
         self._end_prompt(min(done_s - self._sent_s, waited_s + computing_s))
         took_s = now_s - started_s - min(computing_s, done_s - started_s)
         self._watch.handed_off((prompt.worker_id, self._decode_id), took_s, expected_s=self._handoff_s)

@@ -15,6 +15,7 @@ from gateway.topology.events import (
     Failed,
     Finished,
     HandedOff,
+    OpeningLink,
     Paused,
     PrefillStarted,
     SequenceOrder,
@@ -119,6 +120,7 @@ def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
 EVENT_READERS: dict[str, Callable[[Any], Event]] = {
     "admitted": lambda _: Admitted(),
     "refused": _read_refused,
+    "opening_link": lambda _: OpeningLink(),
     "prefill_started": lambda event: PrefillStarted(
         event.queue_s,
         event.num_cached_tokens,

@@ -37,6 +37,19 @@ async def test_the_first_token_goes_out_before_the_pages_are_committed(make_benc
     assert bench.links.asked[0][:2] == ("decode:1", "d" * 32)
 
 
+async def test_a_worker_without_a_link_to_the_decode_worker_says_that_it_opens_one(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.is_open = False
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3])
+    await gateway.event("r", "handed_off")
+    assert gateway.kinds("r")[:2] == ["opening_link", "prefill_started"]
+    bench.links.is_open = True
+    gateway.prefill("s", [1, 2, 4])
+    await gateway.event("s", "handed_off")
+    assert gateway.kinds("s")[0] == "prefill_started"
+
+
 async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> None:
     bench = make_bench()
     bench.worker.sessions._limits = SessionLimits(beat_s=60)  # so that it is not the regular beat that brings it

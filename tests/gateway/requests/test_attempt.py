@@ -23,6 +23,7 @@ from gateway.topology.events import (
     Failed,
     Finished,
     HandedOff,
+    OpeningLink,
     Paused,
     PrefillStarted,
     PullOrder,
@@ -217,6 +218,7 @@ async def test_deadline_comes_before_waiting_events():
 
 
 EVENTS = {
+    OpeningLink: OpeningLink(),
     Admitted: Admitted(),
     Declined: Declined(NoFreePages("full")),
     PrefillStarted: PrefillStarted(0.0, 0),

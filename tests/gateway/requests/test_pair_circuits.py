@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests import failover, pair_circuits
+from gateway.requests import failover
 from gateway.requests.pair_circuits import PairCircuits
 from protos import worker_pb2
 from services.runtime.clock import ManualClock
@@ -331,8 +331,13 @@ def clock():
 
 @pytest.fixture
 def circuits(clock):
-    """Circuits of workers that are all ready."""
-    return PairCircuits(SimpleNamespace(member=lambda _: SimpleNamespace(state=WorkerState.READY)), clock=clock)
+    """Circuits of workers that are all ready, in the processes of `attempt_of`."""
+    return PairCircuits(SimpleNamespace(member=ready), clock=clock)
+
+
+def ready(worker_id, *, incarnation="1"):
+    peer = SimpleNamespace(worker_id=worker_id, incarnation=worker_id + incarnation)
+    return SimpleNamespace(state=WorkerState.READY, session=SimpleNamespace(peer=peer))
 
 
 def test_a_pair_that_was_blocked_for_long_is_unblocked_by_a_trial(circuits, clock):
@@ -351,20 +356,42 @@ def test_a_pair_that_was_blocked_for_long_is_unblocked_by_a_trial(circuits, cloc
 def test_a_worker_that_left_takes_its_counted_errors_with_it(circuits):
     circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
     circuits.forget("d")
-    circuits.failed(attempt_of("p", "d", incarnation="2"), TransferFailed("broke"))
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
     assert not circuits.has_blocked
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    assert circuits.has_blocked
 
 
-def test_a_pair_is_proven_for_the_life_of_its_processes_and_the_number_is_bounded(circuits, monkeypatch):
-    monkeypatch.setattr(pair_circuits, "MAX_PROVEN", 2)
+def test_an_error_of_a_process_that_has_left_does_not_count_against_its_successor(circuits):
+    circuits.failed(attempt_of("p", "d", incarnation="0"), PeerUnreachable("cut"))
+    assert not circuits.has_blocked
+    assert circuits.due_for_trial() == []
 
-    def is_proven(decode, **which):
-        attempt = attempt_of("p", decode, **which)
-        return circuits.is_proven(attempt.prefill.peer, attempt.decode.peer)
 
-    for decode in ("a", "b", "a", "c"):
-        circuits.succeeded(attempt_of("p", decode))
-    assert [is_proven(decode) for decode in "abc"] == [True, False, True]
-    assert not is_proven("a", incarnation="2")
-    circuits.failed(attempt_of("p", "a"), TransferFailed("broke"))
-    assert [is_proven(decode) for decode in "abc"] == [False, False, True]
+def test_one_failed_handoff_is_followed_by_a_trial_whose_failure_blocks_the_pair(circuits):
+    pair = "p", "d"
+    circuits.failed(attempt_of(*pair), TransferFailed("broke"))
+    assert (circuits.is_in_doubt(pair), circuits.due_for_trial()) == (True, [pair])
+    trial = attempt_of(*pair)
+    circuits.begin_trial(trial, "p")
+    circuits.failed(trial, TransferFailed("broke"))
+    assert circuits.is_blocked(pair)
+
+
+def test_a_trial_that_succeeds_ends_the_doubt_and_the_error_before_it_still_counts(circuits):
+    pair = "p", "d"
+    circuits.failed(attempt_of(*pair), TransferFailed("broke"))
+    trial = attempt_of(*pair)
+    circuits.begin_trial(trial, "p")
+    circuits.succeeded(trial)
+    assert (circuits.is_in_doubt(pair), circuits.due_for_trial()) == (False, [])
+    circuits.failed(attempt_of(*pair), TransferFailed("broke"))
+    assert circuits.is_blocked(pair), "the path may lose only large frames"
+
+
+def test_a_handoff_that_succeeds_drops_the_error_before_it(circuits):
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    circuits.succeeded(attempt_of("p", "d"))
+    assert circuits.due_for_trial() == []
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    assert not circuits.has_blocked

@@ -264,7 +264,9 @@ def serve_remote(clock, watch, *, link_s=0.0, grant_s=0.0, steps_s=0.05, handoff
     usual = {"link_s": 0.0, "grant_s": 0.0, "steps_s": 0.05, "handoff_s": 0.05, "answer_s": 0.05}
     own = {"link_s": link_s, "grant_s": grant_s, "steps_s": steps_s, "handoff_s": handoff_s, "answer_s": answer_s}
     for prefill_id, decode_id, took in (("b", "y", usual), ("a", "x", own)):
-        attempt = remote_prompt(watch, prefill_id, decode_id, awaits=decode_id if took["link_s"] else "")
+        attempt = remote_prompt(watch, prefill_id, decode_id)
+        if took["link_s"]:
+            attempt.note_opening_link()
         clock.now_s += took["link_s"]
         attempt.note_prompt_started()
         clock.now_s += max(took["grant_s"], took["steps_s"])
@@ -315,12 +317,15 @@ def test_a_worker_that_waits_for_one_peer_is_silent_only_after_it_could_report_t
         attempt.end()
 
 
-def test_a_worker_that_pulls_a_prefix_first_is_neither_silent_nor_slow_for_its_source():
+@pytest.mark.parametrize("source", ["source", ""], ids=["pull", "link"])
+def test_a_worker_that_pulls_or_opens_a_link_first_is_neither_silent_nor_slow_for_its_peer(source):
     clock = Clock()
     watch = WorkerWatch(clock)
     for number in range(20):
         usual = remote_prompt(watch, "b", "y")
-        attempt = remote_prompt(watch, "a", "x", awaits="source")
+        attempt = remote_prompt(watch, "a", "x", awaits=source)
+        if not source:
+            attempt.note_opening_link()
         clock.now_s += 0.05
         usual.note_prompt_done(is_finished=True)
         usual.end()
