@@ -34,6 +34,7 @@ from services.cluster.decision_board import DecisionBoard, ShownDecision
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import CHUNK_BYTES, FileStore, Room, new_id
 from services.cluster.journal_room import JournalRoom, swept_bytes
+from services.cluster.journal_scripts import MAX_JOURNAL_BYTES
 from services.cluster.journals import JournalStore, JournalWriter, Mode, Record
 from services.cluster.leadership import Leadership
 from services.cluster.placements import MAX_BATCH, Placement, PlacementStore, State
@@ -224,7 +225,7 @@ async def use_batches(cluster: Cluster) -> None:
 
 async def use_journals(cluster: Cluster) -> None:
     """Creates and writes the largest journals."""
-    large = journal(cluster.owner, b"c" * (4 * 2**20 - 400_000), num_choices=128)
+    large = journal(cluster.owner, b"c" * (MAX_JOURNAL_BYTES - 400_000), num_choices=128)
     await cluster.journals.claim(Mode.JOIN, large)
     writer = JournalWriter(cluster.journals, on_taken_over=lambda record: None)
     records = [large, *(journal(tenant, b"c" * 1000, 128, 100) for tenant in cluster.tenants[:200])]

@@ -289,7 +289,8 @@ class SessionServer:
         except TandemError as broken:
             error = broken
         except Exception as broken:  # a loop root: the session ends with whatever ended its reader
-            logger.error("reading a session failed", exc_info=broken)
+            if not session.is_closed:  # otherwise gRPC has ended the stream, as it does when the server stops
+                logger.error("reading a session failed", exc_info=broken)
             error = WorkerUnavailable("the session broke")
         self._close(session, error)
 

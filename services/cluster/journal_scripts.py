@@ -5,8 +5,11 @@ from enum import IntEnum
 from services.cluster.journal_room import COMMON, cost_bytes
 from services.cluster.redis_store import Script
 
-MAX_JOURNAL_BYTES = 4 * 2**20
-"""Size of one journal: its call, tokens and ends. One that would become larger is no longer written."""
+MAX_JOURNAL_BYTES = 2 * 2**20
+"""Size of one journal: its call, tokens and ends. One that would become larger is no longer written.
+
+To claim a larger one would hold Redis for more than 5 ms, since a script copies it twice.
+"""
 MAX_CHOICES = 128
 MAX_END_BYTES = 1024
 MAX_TEXT_BYTES = 256

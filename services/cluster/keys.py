@@ -173,7 +173,7 @@ class Keys:
         """Start of the keys of journals, which let another gateway continue a request that its client named.
 
         Key: the prefix and 32 hex digits (the journal's name). All of them expire 10 min after the last write, and
-        hold at most 4 MiB together.
+        hold at most 2 MiB together.
 
         NAME              hash of one journal:
           version   format, 1

@@ -200,6 +200,31 @@ async def test_a_hello_that_does_not_come_ends_the_stream() -> None:
         assert type(await status_of(stub.Session())) is errors.DeadlineExceeded
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_stream_that_breaks_after_its_session_was_closed_is_no_error(
+    caplog: pytest.LogCaptureFixture, is_closed: bool
+) -> None:
+    async with serving(session.SessionLimits()) as (worker, _):
+        breaks = asyncio.Event()
+
+        async def commands() -> AsyncIterator[worker_pb2.DecodeCommands]:
+            yield worker_pb2.DecodeCommands(
+                commands=[worker_pb2.DecodeCommand(hello=worker_pb2.SessionHello(gateway_incarnation="g" * 32))]
+            )
+            await breaks.wait()
+            raise RuntimeError("the server has stopped")
+
+        events = worker.sessions.serve(commands())
+        await anext(events)
+        if is_closed:
+            worker.sessions.close()
+        breaks.set()
+        with pytest.raises(errors.WorkerUnavailable):
+            async for _ in events:
+                pass
+    assert ("reading a session failed" in caplog.messages) is not is_closed
+
+
 async def test_garbage_ends_the_session_and_frees_its_attempts(served: tuple[Worker, Any]) -> None:
     worker, _ = served
     assert worker.channel is not None
@@ -239,6 +264,7 @@ async def test_every_payload_has_its_place(served: tuple[Worker, Any]) -> None:
     payloads: list[session.Payload] = [
         worker_pb2.Admitted(),
         worker_pb2.Refused(),
+        worker_pb2.OpeningLink(),
         worker_pb2.PrefillStarted(),
         worker_pb2.Tokens(),
         worker_pb2.HandedOff(),

@@ -21,6 +21,7 @@ from services.cluster.prefix_index import (
     FLUSH_KEYS,
     KEY_BYTES,
     MAX_BATCH_KEYS,
+    MAX_READ_KEYS,
     MAX_CHANGES,
     MAX_LONGEST_KEYS,
     Change,
@@ -543,7 +544,7 @@ async def test_a_change_that_is_none_is_not_followed(
     known = await position(index)
     publisher.note(page_keys(3))
     await flushed(publisher)
-    client.hset(HEAD, str(known.seq + 1), data if data != b"huge" else b"\0\0\0\0" + b"k" * 16 * (MAX_BATCH_KEYS + 1))
+    client.hset(HEAD, str(known.seq + 1), data if data != b"huge" else b"\0\0\0\0" + b"k" * 16 * (MAX_READ_KEYS + 1))
     [sighting], _ = await index.look({"prefill-0": known})
     assert sighting.position is None
     assert not sighting.is_filling
