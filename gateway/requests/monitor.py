@@ -165,7 +165,7 @@ class Monitor:
         watch = attempt.watch
         asked = watch.asked()
         await attempt.admit(is_local_prefill=prefill is None)
-        watch.came(asked)
+        watch.answered(asked)
         watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s)
         if prefill is not None:
             self._pairs.begin_trial(attempt, prefill.peer.worker_id)

@@ -292,7 +292,7 @@ class Placing:
                 attempt, prefills = self._new_attempt(request, route)
                 asked = attempt.watch.asked()
                 await attempt.admit(is_local_prefill=not route.is_remote)
-                attempt.watch.came(asked)
+                attempt.watch.answered(asked)
                 if route.is_remote:
                     attempt.start_prefill(prefills, self._dispatcher.pulls.orders(route))
                 self._dispatcher.watch_prompt(request, route, attempt)

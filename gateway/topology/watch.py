@@ -3,7 +3,7 @@
 A *stage* is something that a worker has been asked for and the time at which it should come: the word that a request is
 admitted, the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not
 its own: what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since they
-consist mostly of this process and the network.
+consist mostly of this process and the network. For that reason, an admission counts for silence only.
 
 A handoff is no stage of a worker. The time of a prompt is that of the prefill worker's own steps, without the waits for
 its peer, and the decode worker's time begins when it has the pages. What a handoff takes is held against the pair.
@@ -311,13 +311,13 @@ class AttemptWatch:
             self._probes[worker_id] = probe
 
     def asked(self) -> Stage:
-        """Notes that the decode worker was asked for room, which takes it no time; `came` or `end` follows."""
+        """Records that the decode worker was asked for capacity. `answered` or `end` follows."""
         return self._begin(self._decode_id, 0.0)
 
-    def came(self, stage: Stage) -> None:
-        """Ends a stage: the worker has answered."""
+    def answered(self, stage: Stage) -> None:
+        """Ends such a stage. Its time is that of the network and of two event loops, and no measure of the worker."""
         self._stages.remove(stage)
-        self._watch.came(stage)
+        self._watch.heard(stage, is_done=True)
 
     def prompt_sent(self, worker_id: str, expected_s: float, *, awaits: str = "") -> None:
         """Records that a worker computes the prompt.
@@ -410,7 +410,8 @@ class AttemptWatch:
         if is_whole or (is_finished and self._num_tokens and self._answer.probe):
             answer, self._answer = self._answer, None
             answer.expected_s += self._token_s * (self._num_tokens - TOKENS_PER_STAGE)
-            self.came(answer)
+            self._stages.remove(answer)
+            self._watch.came(answer)
             if not is_finished:
                 self._begin_answer()
 

@@ -4,10 +4,10 @@ A process can be alive, keep its lease and still answer ten times too slowly. Th
 seconds of the fault where the worker has work and answers are expected within 0.2 s:
 
   slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S`, or of its last
-           `MIN_RATIOS` where those are fewer, is more than `SLOW_RATIO` times the median of the other workers' and more
-           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse no worker. So is that of the last
-           `MIN_RATIOS`, and a result that comes `CONFIRM_S` later must confirm both: a busy machine delays everything
-           that is under way at one moment, which is one observation, however many results it makes late;
+           `MIN_RATIOS` where those are fewer, is more than `SLOW_RATIO`, and than `SLOW_RATIO` times the median of the
+           other workers': predictions that are wrong for all accuse no worker. So is that of the last `MIN_RATIOS`, and
+           a result that comes `CONFIRM_S` later must confirm both: a busy machine delays everything that is under way
+           at one moment, which is one observation, however many results it makes late;
   silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
            Where that is true of more than half of the group the fault is here or everywhere, and no worker is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
@@ -42,9 +42,9 @@ ERROR_WINDOW_S = 3.0
 REFERENCE_S = 10.0
 """How far back the others' ratios count, with which a worker's are compared."""
 SLOW_RATIO = 3.0
-MIN_SLOW_RATIO = 2.0
+"""How many times slower than expected, and than the others, a worker must be."""
 RECOVERED_RATIO = 2.0
-"""A probe is good up to this many times the others' median, or `MIN_SLOW_RATIO`."""
+"""A probe is good up to this ratio, or this many times the others' median."""
 MIN_RATIOS = 3
 SILENCE_FACTOR = 4.0
 MIN_SILENCE_S = 0.5
@@ -125,7 +125,7 @@ class _Worker:
         if last is None:
             return None
         ratio = min(last, self.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS) or last)
-        return ratio if ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * self.reference) else None
+        return ratio if ratio > SLOW_RATIO * max(1.0, self.reference) else None
 
     def usual_ratio(self, since_s: float) -> float | None:
         """Returns what others are compared with: the last ratios, since what slows all workers shows there first."""
@@ -237,7 +237,7 @@ class WorkerHealth:
         worker.ratios.append((now_s, latency_ratio))
         if not (probe and self._is_current(worker_id, probe)):
             return
-        if latency_ratio <= max(MIN_SLOW_RATIO, RECOVERED_RATIO * worker.reference):
+        if latency_ratio <= RECOVERED_RATIO * max(1.0, worker.reference):
             if self._breakers.succeeded(worker_id, now_s):
                 worker.forgive()
         else:

@@ -463,7 +463,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests of that judgement have a fixture of this name that does nothing.
     """
     monkeypatch.setattr(health, "MIN_SILENCE_S", HUNG_S)
-    monkeypatch.setattr(health, "MIN_SLOW_RATIO", math.inf)
+    monkeypatch.setattr(health, "SLOW_RATIO", math.inf)
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ from tests.machines.network import Network
 from tests.machines.pairs import FAULT_S, MODES, TRANSFER_PORT, Evidence, PairScenario, Stream, accused, judge, ruleset
 
 GATEWAY = "gateway-0"
-DECODE_FLAGS = [f"--transfer-port={TRANSFER_PORT}", "--chunk-tokens=4"]
-"""The chunks make a handoff the quicker way also for the short prompts of the load, where the gateway decides."""
+DECODE_FLAGS = [f"--transfer-port={TRANSFER_PORT}"]
 NUM_SPECS, TOKENS = 24, (16, 64)
 WIDTH, MAX_PAUSE_S = 3, 0.5
 """Streams at once, and the longest pause between two of a client. On busy cores, healthy workers are slow too."""

@@ -352,6 +352,24 @@ def test_a_worker_that_begins_with_no_prompt_or_answers_no_peer_is_silent_soon()
             attempt.end()
 
 
+def test_a_slow_admission_is_no_slow_worker_and_one_that_never_comes_is_silence():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for _ in range(20):
+        for worker_id, took_s in (("a", 0.2), ("b", 0.001)):
+            attempt = AttemptWatch(watch, worker_id, token_s=0.001)
+            asked = attempt.asked()
+            clock.now_s += took_s
+            attempt.answered(asked)
+            attempt.end()
+        assert watch.usable(GROUP) == GROUP
+    attempt = AttemptWatch(watch, "a", token_s=0.001)
+    attempt.asked()
+    clock.now_s += 1.0
+    assert watch.usable(GROUP) == ["b"]
+    attempt.end()
+
+
 def test_an_answer_of_one_token_is_judged_without_a_handoff():
     clock = Clock()
     watch = WorkerWatch(clock)

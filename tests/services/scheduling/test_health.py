@@ -53,7 +53,7 @@ def test_predictions_that_are_wrong_for_all_accuse_nobody():
 
 def test_a_little_slower_than_predicted_is_healthy_however_fast_the_others_are():
     health = WorkerHealth()
-    assert judged_out(health, 0.5, a=1.9, b=0.1, c=0.1, d=0.1) == set()
+    assert judged_out(health, 0.5, a=2.9, b=0.1, c=0.1, d=0.1) == set()
 
 
 def test_one_slow_answer_is_nothing():
