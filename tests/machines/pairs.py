@@ -54,8 +54,8 @@ class Fault:
     is_felt: bool = True
     """Whether a handoff that is tried fails. Otherwise one may fail, and `tandem doctor` need not name the pair."""
     only_delays: bool = False
-    """Whether handoffs may take long without a failure. Waits count only after a failed one, and `tandem doctor` may name
-    the pair as slow."""
+    """Whether handoffs may take long without a failure. Waits count only after a failed one, and `tandem doctor` may
+    name the pair as slow."""
 
 
 _LOSS = "numgen random mod 100 < 8 drop"

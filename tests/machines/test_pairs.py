@@ -83,13 +83,14 @@ def test_each_bound_that_is_exceeded_is_a_problem(change: dict[str, object], pro
     assert any(problem in found for found in problems(replace(GOOD, **change)))  # type: ignore[arg-type]
 
 
-def test_a_lossy_path_may_delay_handoffs_and_is_named_only_after_a_failed_one() -> None:
+def test_a_lossy_path_may_delay_handoffs_and_may_be_named_as_slow() -> None:
     lossy = replace(SCENARIO, fault=LOSS)
     late = [Stream(101.0, [[105.0]])]
     assert not problems(replace(GOOD, failed_s=[], accused=[], streams=late), lossy)
     assert problems(replace(GOOD, failed_s=[], accused=[], streams=late), replace(SCENARIO, fault=FAULTS[0]))
     assert not problems(replace(GOOD, accused=[]), lossy)
-    assert problems(replace(GOOD, failed_s=[], streams=[]), lossy) == [
+    assert not problems(replace(GOOD, failed_s=[], streams=[]), lossy)
+    assert problems(replace(GOOD, failed_s=[], streams=[]), replace(SCENARIO, fault=FAULTS[0])) == [
         "doctor named the pair although none of its handoffs failed"
     ]
 
