@@ -24,7 +24,9 @@ from worker.sessions import Reports, SessionLimits, SessionServer
 SIMULATED = ".simulated:1"
 """Suffix of the address of a simulated worker. The prefix is the worker's incarnation."""
 STEP_S, TOKENS_PER_STEP = 0.02, 4
-MAX_READ_BYTES = 16 * 1024
+FRAMES_PER_TURN = 64
+"""Maximum number of messages for one turn of the event loop. A read from the socket contains those of 1,000 sessions,
+which have one connection each outside this benchmark."""
 _HEADER = struct.Struct(">II")
 
 
@@ -34,23 +36,33 @@ class _Frames(asyncio.Protocol):
     def __init__(self, take: Callable[[int, bytes], None]) -> None:
         self._take = take
         self._data = b""
+        self._is_parsing = False
+        """Whether `_parse` is scheduled."""
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        # Otherwise one turn of the loop takes up to 256 KiB: the messages of more than 1,000 sessions, which have one
-        # connection each outside this benchmark.
-        transport.max_size = MAX_READ_BYTES
 
     def data_received(self, data: bytes) -> None:
-        data, at = self._data + data, 0
+        is_parsing = self._is_parsing
+        self._data += data
+        if not is_parsing:
+            self._parse()
+
+    def _parse(self) -> None:
+        data, at, num_frames = self._data, 0, 0
+        self._is_parsing = False
         while len(data) - at >= _HEADER.size:
             number, size = _HEADER.unpack_from(data, at)
             end = at + _HEADER.size + size
             if end > len(data):
                 break
+            if num_frames == FRAMES_PER_TURN:
+                self._is_parsing = True
+                asyncio.get_running_loop().call_soon(self._parse)
+                break
             self._take(number, data[at + _HEADER.size : end])
-            at = end
+            at, num_frames = end, num_frames + 1
         self._data = data[at:]
 
     def send(self, number: int, message: bytes) -> None:
