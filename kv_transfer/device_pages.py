@@ -35,8 +35,7 @@ class DevicePages:
     """
 
     def __init__(self, pool: PageMemory) -> None:
-        """Raises ValueError if pages have several pieces, or a size that is not a multiple of 8 bytes; see `can_hold`.
-        """
+        """Raises ValueError if pages have several pieces, or a size that `can_hold` rejects."""
         if not can_hold(pool.layout.page_bytes):
             raise ValueError(f"a page of {pool.layout.page_bytes} bytes is no whole number of 64-bit words")
         ((pages,),) = pool.parts

@@ -115,7 +115,7 @@ class PageWriter:
         self._sender_shape = (heads, layers, 2, self._sender_size, vector_bytes)
 
     def check(self, destination: Destination) -> None:
-        """Raise InvariantViolated unless these are different pages of the pool that hold all the tokens."""
+        """Raises InvariantViolated unless the pages are distinct pool pages and the cached prefix is page-aligned."""
         page_ids = destination.page_ids
         is_in_pool = all(0 <= page_id < self._parts[0].shape[1] for page_id in page_ids)
         if not is_in_pool or len(set(page_ids)) != len(page_ids):
