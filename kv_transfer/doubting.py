@@ -22,7 +22,7 @@ from services.scheduling.links import LinkMeters
 
 TICK_S = 1.0
 SETTLED_S = 5.0
-"""Delay after a Link opens before it is probed, in seconds: the transfer that needed the Link goes first."""
+"""Delay after a Link opens before it is probed, in seconds, so that the transfer that needed the Link is sent first."""
 PROBE_TIMEOUT_S = LIMIT_S + 4.0
 """Timeout of one probe, in seconds. Includes the time in which the receiver measures links of other senders."""
 MAX_FAILURES = 20

@@ -104,7 +104,7 @@ class LinkEnd(ABC):
 
     def _from_thread(self, call: Callable[..., object], *args: object) -> None:
         """Schedules a call on the event loop, from any thread. An exception of the call ends the Link."""
-        # The loop may already be closed at process exit. Then there is no receiver for the call.
+        # The loop may already be closed at process exit. Then no task is left that could handle the call.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._tell, call, *args)
 

@@ -82,8 +82,8 @@ class RingConfig:
 class ChannelAddress:
     """Addresses for channels that need one.
 
-    All network channels listen on `host`. One of them listens on `port`, or on a free port if it is 0: the channel for
-    pages in host memory if there is one. If senders must use a different address, `advertise_host` and `advertise_port`
+    All network channels listen on `host`. One of them listens on `port` (0 selects a free port): the channel for pages
+    in host memory if there is one. If senders must use a different address, `advertise_host` and `advertise_port`
     override it.
     """
 

@@ -104,7 +104,7 @@ class ChunkPoster:
         self._on_answer(chunk, answer)
 
     def _leave_out(self, chunk: PostChunk) -> None:
-        """Tell the receiver not to wait for the rest of the chunk: an empty frame with its last number."""
+        """Posts an empty frame with the chunk's last number. It ends the receiver's wait for the rest of the chunk."""
         last_seq = chunk.first_seq + (len(chunk.page_ids) - 1) // self._frame_pages
         if isinstance(self._channel, DeviceSendChannel):
             self._channel.post(last_seq, 0, lambda _: bytes(DIGEST_BYTES), timeout_s=self._stall_s)

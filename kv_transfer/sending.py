@@ -33,9 +33,9 @@ from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 from services.scheduling.links import LinkMeters
 
 SLOW_DIAL_S = 0.8
-"""If a dial takes this long to fail, it is retried in the background, and no further request waits for it.
+"""A failed dial that took at least this long, in seconds, is retried in the background.
 
-In seconds.
+No further request waits for it.
 """
 
 PROBE = "/tandem.v1.Link/Probe"

@@ -162,7 +162,7 @@ class PlacementTable:
         """Returns whether the header of a waiting frame can still arrive.
 
         Frame numbers and headers have no gaps, so the next header claims the frames right after the last claim. Only an
-        empty frame has a higher number, that of the end of its chunk.
+        empty frame can have a higher number, because it has the last number of its chunk.
         """
         return num_bytes == 0 or seq <= self._end_seq
 
@@ -180,7 +180,7 @@ class PlacementTable:
         return [ChunkPlaced(place.id, place.chunk_index, chain_digest(ticket.digests))] if is_last else []
 
     def close(self) -> list[PlacementEvent]:
-        """Ends all remaining chunks after the channel has closed and all copies have ended."""
+        """Revokes all remaining chunks after the channel has closed and all copies have ended."""
         events: list[PlacementEvent] = [
             ChunkRevoked(ticket.place.id, ticket.place.chunk_index)
             for ticket in self._tickets

@@ -65,8 +65,8 @@ class WireLayout:
     def difference(self, other: WireLayout) -> str:
         """Returns why pages of one layout cannot be used with the other layout, or an empty string if they can.
 
-        Everything except page size and exactness must be equal. The fingerprints of two different engines differ, and
-        so do those of two builds of one engine.
+        Everything except page size and exactness must be equal. Two engines have different fingerprints, and so do two
+        builds of one engine.
         """
         names = ("dtype", "num_kv_heads", "num_layers", "head_dim")
         found = [

@@ -48,7 +48,7 @@ class SenderState(Enum):
 
     RESERVING = auto()
     STREAMING = auto()
-    SEALING = auto()  # all pages are queued; the manifest is sent after the last one is posted
+    SEALING = auto()  # all pages are queued; the manifest waits until the last page is posted
     SEALED = auto()
     COMMITTED = auto()
     FAILED = auto()
