@@ -58,7 +58,10 @@ class DevicePages:
 
     @contextlib.contextmanager
     def working(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Runs the launches of its body on this object's stream, after `after`. Waits for them on exit."""
+        """Launches the work of its body on this object's stream, behind the event `after`.
+
+        Waits for the work on exit.
+        """
         if self._stream is None:
             yield
             return

@@ -16,7 +16,7 @@ from services.runtime.errors import LinkRefused, PeerUnreachable, TandemError
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 8.0
 """Delay before the first retry, and the longest delay, in seconds. Each failure doubles the delay."""
 FORGET_S = 120.0
-"""A receiver that no request has needed for this long is no longer retried, in seconds."""
+"""Time without a request for a receiver after which its retries stop, in seconds."""
 
 LinkKey = tuple[str, str]
 """Address and incarnation of a receiver."""

@@ -106,7 +106,7 @@ async def measure(
 ) -> Measured:
     """Measures the channels that the hello offers, over `Probe` calls that `begin` opens.
 
-    Rounds are at most `most_bytes` long, or `ROUND_BYTES` if it is None. Returns the results so far when the time limit
+    The largest round has `most_bytes`, or `ROUND_BYTES` if it is None. Returns the results so far when the time limit
     is reached. Raises the receiver's refusal if it rejects the pair as a whole, and gRPC's error if the receiver is
     unreachable.
     """
@@ -317,7 +317,7 @@ async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIter
         try:
             loop.call_soon_threadsafe(told.put_nowait, num_bytes)
         except RuntimeError:
-            return  # the event loop is closed, so no call waits for the result
+            return  # the event loop is closed, so no task waits for the result
 
     taking = loop.run_in_executor(None, take_rounds, channel, ring, tell)
     taking.add_done_callback(lambda _: told.put_nowait(None))

@@ -29,7 +29,9 @@ SERVICE_NAME = "tandem.v1.Prefixes"
 GIVE = "/tandem.v1.Prefixes/Give"
 """Name of the method in proofs."""
 MAX_GIVING = 4
-"""Number of prefixes that a worker sends at the same time. Beyond it, the requesting worker computes the prefix itself.
+"""Number of prefixes that a worker sends at the same time.
+
+Beyond it, the requesting worker computes its prefix itself.
 """
 MAX_TOKENS = 1 << 20
 HEAR_S = 5.0
@@ -51,8 +53,7 @@ class FoundPages(Protocol):
 
 
 FindPages = Callable[[list[int], str], Awaitable[FoundPages]]
-"""Returns the pages that contain the longest cached prefix of the tokens, among the pages shared under the cache salt.
-"""
+"""Returns the cached pages of the longest prefix of the tokens. The string names the group that may share the pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class SendLinks:
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 link = await self._link_to(address, peer_incarnation)
-                while link.is_retired:  # replaced since it was opened
+                while link.is_retired:  # retired since it was opened
                     link = await self._link_to(address, peer_incarnation)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None

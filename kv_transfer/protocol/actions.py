@@ -15,16 +15,16 @@ from services.runtime.errors import TandemError
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Write this message to the Link."""
+    """Writes a message to the Link."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class FailLink:
-    """Close the Link and the channel, because the peer or the channel cannot be trusted.
+    """Closes the Link and the channel, because the peer or the channel cannot be trusted.
 
-    Then call `link_lost(error)`.
+    Completes with `link_lost(error)`.
     """
 
     error: TandemError
@@ -32,12 +32,12 @@ class FailLink:
 
 @dataclass(frozen=True, slots=True)
 class RetireLink:
-    """Sender: end the idle Link. The next transfer opens a new Link."""
+    """Sender: ends the idle Link. The next transfer opens a new Link."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostChunk:
-    """Sender: post these pages on the channel, in frames numbered from `first_seq`.
+    """Sender: posts these pages on the channel, in frames numbered from `first_seq`.
 
     Completes with `chunk_posted`, `chunk_skipped`, or `chunk_stale`.
     """
@@ -51,14 +51,14 @@ class PostChunk:
 
 @dataclass(frozen=True, slots=True)
 class SkipChunks:
-    """Sender: skip all chunks of this transfer that are not posted. Each of them still completes with an event."""
+    """Sender: skips all chunks of this transfer that are not posted. Each of them still completes with an event."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReportGranted:
-    """Sender: the caller may stream. The receiver already caches the first `num_cached_tokens` tokens."""
+    """Sender: reports that the caller may stream. The receiver already caches the first `num_cached_tokens` tokens."""
 
     id: TransferId
     num_cached_tokens: int
@@ -66,7 +66,7 @@ class ReportGranted:
 
 @dataclass(frozen=True, slots=True)
 class ReportCommitted:
-    """Sender: the handoff is complete."""
+    """Sender: reports that the handoff is complete."""
 
     id: TransferId
     num_pages: int
@@ -75,7 +75,7 @@ class ReportCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailed:
-    """Sender: the transfer failed. Its pages may still be read until ReportReleased."""
+    """Sender: reports that the transfer failed. Its pages may still be read until ReportReleased."""
 
     id: TransferId
     error: TandemError
@@ -83,14 +83,14 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """Sender: the transfer's pages are no longer read. Emitted exactly once."""
+    """Sender: reports that the transfer's pages are no longer read. Emitted exactly once."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReservePages:
-    """Receiver: reserve pages. Completes with `reserved` or `reserve_failed`."""
+    """Receiver: reserves pages. Completes with `reserved` or `reserve_failed`."""
 
     id: TransferId
     num_tokens: int
@@ -98,7 +98,7 @@ class ReservePages:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Receiver: copy the frames from `first_seq` on into the pages of this chunk, or discard them if not `is_wanted`.
+    """Receiver: copies the frames from `first_seq` on into this chunk's pages, or discards them if not `is_wanted`.
 
     Pages are counted in the sender's page table. If wanted, completes with `placement(event)`, where the event is
     `ChunkPlaced`, `ChunkLost`, or `ChunkRevoked`.
@@ -115,14 +115,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Receiver: stop copying for this transfer. Each of its pending chunks still completes with an event."""
+    """Receiver: stops copying for this transfer. Each of its pending chunks still completes with an event."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class CommitPages:
-    """Receiver: transfer ownership of the verified pages to the worker.
+    """Receiver: transfers ownership of the verified pages to the worker.
 
     Completes with `committed` or `commit_failed`.
     """
@@ -134,7 +134,7 @@ class CommitPages:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Receiver: free the pages, which are no longer written to. Completes with `released`. Emitted exactly once."""
+    """Receiver: frees the pages, which are no longer written to. Completes with `released`. Emitted exactly once."""
 
     id: TransferId
     error: TandemError
@@ -142,7 +142,7 @@ class ReleasePages:
 
 @dataclass(frozen=True, slots=True)
 class AbandonPages:
-    """Receiver: stop the work on committed pages, because the sender gave up before it received the commit.
+    """Receiver: stops the work on committed pages, because the sender gave up before it received the commit.
 
     Completes without an event. May be emitted more than once.
     """
@@ -153,14 +153,14 @@ class AbandonPages:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """Receiver: abort this attempt, on any Link, because a newer attempt arrived."""
+    """Receiver: aborts this attempt, on any Link, because a newer attempt arrived."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReportEnded:
-    """Receiver: the transfer has ended and owns nothing here. `error` is None after a commit."""
+    """Receiver: reports that the transfer has ended and owns nothing here. `error` is None after a commit."""
 
     id: TransferId
     error: TandemError | None

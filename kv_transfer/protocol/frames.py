@@ -52,16 +52,16 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Discard the frame. `reason` is None if an event already reports the cause."""
+    """The frame must be discarded. `reason` is None if an event already reports the cause."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Verify the frame's digest, copy the frame, then call `finish`.
+    """The frame may be copied if its digest is correct. After the copy, call `finish`.
 
-    It holds `num_pages` sender pages from `first_page` on.
+    The frame holds `num_pages` pages, from page `first_page` of the sender's page table on.
     """
 
     id: TransferId

@@ -194,7 +194,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
-    """Acknowledges an abort. The peer no longer holds anything for the transfer."""
+    """Acknowledges an abort. The side that sends it no longer holds anything for the transfer."""
 
     id: TransferId
 

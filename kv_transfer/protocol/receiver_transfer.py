@@ -182,7 +182,7 @@ class ReceiverTransfer:
     def on_committed(self) -> list[Action]:
         """Handles the worker's takeover of the pages, which the worker owns from now on.
 
-        If the sender has given up in the meantime, one side has already reported a failure to the other. The transfer
+        If the transfer was given up during the commit, one side has already reported the failure to the other. Then it
         stays failed for the sender, and the worker must abandon the pages.
         """
         self._question = None
@@ -207,7 +207,7 @@ class ReceiverTransfer:
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Ends all placement. Does not wait for chunks without a result, which are unexpected."""
+        """Handles the end of the channel. Does not wait for chunks without a result, which are unexpected."""
         self._num_outstanding = 0
         return self._release_when_idle()
 

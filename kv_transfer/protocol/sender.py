@@ -215,7 +215,7 @@ class SenderTransfer:
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Ends all reading of pages. Does not wait for chunks without a result, which are unexpected."""
+        """Handles the end of the channel. Does not wait for chunks without a result, which are unexpected."""
         self._num_outstanding = 0
         return self._release_when_idle()
 

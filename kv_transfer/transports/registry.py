@@ -45,8 +45,8 @@ DEVICE_NAMES = frozenset({"cuda_ipc", "nccl"})
 class Reach:
     """Location of one side's pages, as far as it determines which transports can reach them.
 
-    `host_id` identifies the scope of shared memory. `gpu_id` identifies the GPU and is empty for host memory. `nccl` is
-    `version@name`, where name is the host as NCCL sees it, and is empty without NCCL.
+    `host_id` identifies the scope of shared memory. `gpu_id` identifies the GPU. It is empty for host memory. `nccl` is
+    `version@name`, with the host's name as NCCL sees it. It is empty without NCCL.
     """
 
     host_id: str
