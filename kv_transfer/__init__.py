@@ -1,4 +1,4 @@
-"""Moves pages between two page pools: protocol state machines, transports and the gRPC link.
+"""Moves KV pages between two page pools: protocol state machines, transports, and the gRPC Link.
 
-Knows no model, no request and no gateway, and computes nothing.
+Does not depend on models, requests, or the gateway, and computes nothing.
 """

@@ -1,10 +1,11 @@
-"""Pages of a pool where they are, on a GPU: gathered into a ring slot, digested there, spread from one over pages.
+"""Gathers pages on a GPU into a ring slot, computes their digest on the GPU, and scatters them from a slot into pages.
 
-The digest of a frame that never leaves the GPU cannot be xxh3, which a host computes byte after byte. It is two sums
-over all 64-bit words, each mixed with its place: sums do not depend on the order in which a GPU adds. It tells
-accidents apart with 2**-128 by chance; it is no protection against somebody who means to deceive, and neither is xxh3.
+xxh3 runs on the host, one byte after another, so it cannot be the digest of a frame that never leaves the GPU. The
+device digest is two sums over all 64-bit words. Each word is first mixed with its index. The result of a sum does not
+depend on the order in which the GPU adds. An accidental change goes undetected with probability 2**-128. Like xxh3, the
+digest does not protect against deliberate tampering.
 
-On a CPU, where tests run device channels, the same is done in plain torch.
+On a CPU, where tests run device channels, plain torch does the same.
 
 Shape legend: N pages, W 64-bit words of a page, P pages of a frame.
 """
@@ -26,15 +27,15 @@ _MASK = 2**64 - 1
 
 
 class DevicePages:
-    """The pages of a pool, for one thread at a time; `mark` may come from any.
+    """Reads and digests the pages of a pool on its device. Used by one thread at a time; any thread may call `mark`.
 
-    Works on a stream of its own, beside what the engine computes. Pages whose content an engine has reported are
-    complete, as it has waited for them. A writer of pages waits for a `mark`: what was launched before it may still
-    read them, on the device's default stream.
+    Runs on a separate stream, in parallel with the engine. Pages that an engine has reported as filled are complete,
+    because the engine has waited for them. A writer of pages waits for a `mark`: work launched before it, on the
+    device's default stream, may still read the pages.
     """
 
     def __init__(self, pool: PageMemory) -> None:
-        """Raises ValueError for pages of several pieces or of no whole number of words; `can_hold` tells."""
+        """Raises ValueError if pages have several pieces, or a size that `can_hold` rejects."""
         if not can_hold(pool.layout.page_bytes):
             raise ValueError(f"a page of {pool.layout.page_bytes} bytes is no whole number of 64-bit words")
         ((pages,),) = pool.parts
@@ -45,16 +46,22 @@ class DevicePages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Size of a page, in bytes."""
         return self._words.shape[1] * WORD_BYTES
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return what was launched by now, to be waited for later; None where nothing runs behind the caller."""
+        """Returns an event behind all work launched so far, to wait for later.
+
+        Returns None on a CPU, where work is synchronous.
+        """
         return torch.cuda.default_stream(self._device).record_event() if self._is_cuda else None
 
     @contextlib.contextmanager
     def working(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Launch on the own stream what is launched in here, behind a mark; leaving waits for it."""
+        """Launches the work of its body on this object's stream, behind the event `after`.
+
+        Waits for the work on exit.
+        """
         if self._stream is None:
             yield
             return
@@ -64,11 +71,15 @@ class DevicePages:
             try:
                 yield
             finally:
-                # After an error too: what was launched may touch memory that is unmapped because of it.
+                # Synchronize after an error too: launched kernels may touch memory that is unmapped because of the
+                # error.
                 self._stream.synchronize()
 
     def gather(self, page_ids: Sequence[int], target: torch.Tensor) -> bytes:
-        """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they have arrived."""
+        """Copies pages into `target`, uint8 [P * page_bytes] on the same device.
+
+        Returns their digest once the copy is complete.
+        """
         with self.working(None):
             rows = torch.tensor(page_ids, dtype=torch.int64).to(self._device, non_blocking=True)
             words = target.view(torch.int64)
@@ -82,7 +93,10 @@ class DevicePages:
             return _digest_of(sums, words.numel())
 
     def digest(self, data: torch.Tensor) -> bytes:
-        """Return the digest of uint8 [bytes] on the same device: a whole number of words, or it matches no sender's."""
+        """Returns the digest of uint8 [bytes] on the same device.
+
+        If the size is not a positive multiple of 8 bytes, returns zeros, which match no sender's digest.
+        """
         if data.numel() % WORD_BYTES or not data.numel():
             return bytes(16)
         with self.working(None):
@@ -95,9 +109,10 @@ class DevicePages:
 
 
 def warm_up(pool: PageMemory) -> None:
-    """Have the kernels for these pages ready, if they are on a GPU.
+    """Compiles and loads the kernels for these pages, if they are on a GPU.
 
-    Compiling takes seconds, and loading a kernel may wait for all that runs: that must not be a receive of NCCL's.
+    Compiling takes seconds, and loading a kernel may wait for everything that runs on the GPU. That must not happen
+    while an NCCL receive waits for its sender.
     """
     device, page_bytes = pool.parts[0].device, pool.layout.page_bytes
     if device.type != "cuda" or len(pool.parts[0]) > 1 or not can_hold(page_bytes):
@@ -114,12 +129,12 @@ def warm_up(pool: PageMemory) -> None:
 
 
 def can_hold(page_bytes: int) -> bool:
-    """Whether pages of this size can travel on device channels."""
+    """Returns whether device channels can carry pages of this size."""
     return page_bytes % WORD_BYTES == 0
 
 
 def spread(data: torch.Tensor, page_ids: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy uint8 [P * page_bytes] into rows of uint8 [N, page_bytes] of the same device, on the current stream."""
+    """Copies uint8 [P * page_bytes] into rows of uint8 [N, page_bytes] on the same device, on the current stream."""
     if pages.device.type != "cuda" or not can_hold(pages.shape[1]):
         pages[torch.tensor(page_ids, device=pages.device)] = data.view(len(page_ids), -1)
         return
@@ -130,7 +145,10 @@ def spread(data: torch.Tensor, page_ids: Sequence[int], pages: torch.Tensor) -> 
 
 
 def word_sums(words: torch.Tensor) -> torch.Tensor:
-    """Return the two sums over int64 [words], mod 2**64, as int64 [2]: what the kernels compute, in plain torch."""
+    """Returns the two sums over int64 [words], mod 2**64, as int64 [2].
+
+    Reference implementation of the kernels, in torch.
+    """
     index = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
     x = words ^ (index * _signed(0x9E3779B97F4A7C15))
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -142,7 +160,7 @@ def word_sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right and fill with zeros, which torch does for no 64-bit type."""
+    """Shifts right and fills with zeros. Torch has no logical shift for 64-bit types."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -152,5 +170,5 @@ def _signed(value: int) -> int:
 
 def _digest_of(sums: torch.Tensor, num_words: int) -> bytes:
     first, second = sums.tolist()
-    # The length is in it: words of zeros at the end are not nothing.
+    # The digest includes the length, so that trailing words of zeros change it.
     return struct.pack("<2Q", (first + num_words * 0x9E3779B97F4A7C15) & _MASK, second & _MASK)

@@ -1,7 +1,7 @@
-"""Tries links again that nothing was sent over for a while: a slow one may have recovered, and nobody would notice.
+"""Probes links again that have carried no traffic for a while, because a slow link may have recovered unnoticed.
 
-When a link is due is the meter's decision (`services.scheduling.links`), how it is measured `kv_transfer.measure`'s;
-this file has the receivers and the time. One probe runs at a time.
+The meter (`services.scheduling.links`) decides when a link is due, and `kv_transfer.measure` measures it. This module
+has the list of receivers and the timing. One probe runs at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from services.scheduling.links import LinkMeters
 
 TICK_S = 1.0
 SETTLED_S = 5.0
-"""Time after a Link was made until what it was made for is on its way."""
+"""Delay after a Link opens before it is probed, in seconds, so that the transfer that needed the Link is sent first."""
 PROBE_TIMEOUT_S = LIMIT_S + 4.0
-"""With the time in which the receiver measures for others."""
+"""Timeout of one probe, in seconds. Includes the time in which the receiver measures links of other senders."""
 MAX_FAILURES = 20
-"""A receiver that this number of probes in a row did not reach is forgotten."""
+"""Number of consecutive failed probes after which a receiver is dropped."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class _Receiver:
 class LinkDoubts:
     """Probes the links of one sending worker when they are due. Belongs to the event loop.
 
-    `probe(key, transport)` measures the channel that is in use to a receiver, with little traffic. Channels of a device
-    are not tried: to open one takes long, and memory of the device.
+    `probe(key, transport)` measures the channel in use to a receiver, with little traffic. Device channels are not
+    probed: opening one takes long and occupies device memory.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LinkDoubts:
         self._task: asyncio.Task[None] | None = None
 
     def note(self, receiver_id: str, key: tuple[str, str], transport: str) -> None:
-        """A Link to the receiver was made, over this transport. `key`: its address and incarnation."""
+        """Records that a Link to the receiver opened over this transport. `key` is its address and incarnation."""
         if transport in DEVICE_NAMES:
             self._receivers.pop(receiver_id, None)
             return
@@ -69,7 +69,7 @@ class LinkDoubts:
             self._task = supervise(self._run, name="doubt-links")
 
     async def close(self) -> None:
-        """Ends it."""
+        """Stops probing."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))

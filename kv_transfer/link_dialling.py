@@ -1,6 +1,6 @@
 """Opens a Link to a receiver: the control stream, the agreement on a payload channel, and that channel.
 
-Belongs to one event loop. Holds no Link, and remembers only how well the transports to each receiver work.
+Belongs to one event loop. Owns no Link. Remembers only how well each transport to each receiver works.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from services.runtime.errors import (
 from services.runtime.rpc import check_answer, make_channel, metadata_of, prove, write_if_open
 
 OPENING_SHARE = 0.8
-"""Fraction of the time for a Link that one channel may take to open. The rest is left for the next channel."""
+"""Fraction of the Link's connection timeout that one channel may use to open. The rest is left for the next channel."""
 MAX_SILENT_DIALS = 3
-"""gRPC gives a connection half a second, so one lost packet makes it fail."""
+"""Number of connection attempts. gRPC allows half a second for each, so a single lost packet makes one fail."""
 CONNECT = "/tandem.v1.Link/Connect"
-"""The method as proofs name it."""
+"""Name of the method in proofs."""
 MTU_ADVICE = (
     "lower the MTU of this machine's network interface to that of the path, clamp the MSS of TCP on the way, or set "
     "the sysctl net.ipv4.tcp_mtu_probing=2 on both machines"
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelNotOpened(TransferFailed):
-    """The receiver agreed on a channel, but it could not be opened."""
+    """Raised if the receiver agreed on a channel that could not be opened."""
 
     def __init__(self, transport: str, reason: ChannelBroken, unreachable: ChannelUnreachable) -> None:
         super().__init__(reason.message)
@@ -63,7 +63,7 @@ class ChannelNotOpened(TransferFailed):
 
 
 class LinkDialler:
-    """Dials receivers, and offers each of them the transports in the order in which they work best."""
+    """Dials receivers, and offers each of them the transports in the order of their measured performance."""
 
     def __init__(self, setup: LinkSetup) -> None:
         self.transports = setup.available.resolve(setup.transports)
@@ -73,10 +73,13 @@ class LinkDialler:
         self._is_auto = AUTO in setup.transports
         self._measured: dict[str, tuple[float, probing.Measured]] = {}
         self._unopened: dict[str, set[str]] = {}
-        """By receiver, the transports of `auto` that could not be opened when they were last tried or measured."""
+        """For each receiver, the transports of `auto` that failed to open when they were last tried or measured."""
 
     async def dial(self, key: LinkKey) -> Opened:
-        """Opens the parts of a Link to a receiver. Raises what `SendLinks.ask` does, but for the deadline."""
+        """Opens the parts of a Link to a receiver.
+
+        Raises the same errors as `SendLinks.ask`, except for the deadline.
+        """
         address, me = key[0], self._setup.identity.worker_id
         offered, num_silent = self.offer_to(address), 0
         failures: list[str] = []
@@ -104,13 +107,13 @@ class LinkDialler:
             late = f"{me} could not make a Link to the worker at {address} within {limit_s:.3g} s"
             raise PeerUnreachable(late) from None
         except ChannelUnreachable as error:
-            # The remaining transports cannot work between these two: the others are to be fixed.
+            # The remaining transports cannot connect these two workers, so the failed transports are the ones to fix.
             raise ChannelUnreachable("; ".join(failures) or error.message) from error
         except (grpc.aio.AioRpcError, TandemError) as error:
             raise dial_error(error, address, caller=me) from error
 
     def offer_to(self, address: str) -> tuple[str, ...]:
-        """Returns the transports to offer to a receiver, best first as far as that is known."""
+        """Returns the transports to offer to a receiver. The best are first, as far as measurements exist."""
         if not self._is_auto:
             return self.transports
         names = self.transports
@@ -119,16 +122,16 @@ class LinkDialler:
         return tuple(sorted(names, key=self._unopened.get(address, set()).__contains__))
 
     def wants_measurement(self, address: str) -> bool:
-        """Returns whether there is a choice of transports to a receiver that no recent measurement has made."""
+        """Returns whether several transports to a receiver are possible and no recent measurement has ranked them."""
         return self._is_auto and len(self.transports) > 1 and not self._is_measured(address)
 
     def note_measured(self, address: str, measured: probing.Measured) -> None:
-        """Records what the transports to a receiver carry, and which of them could not be opened."""
+        """Records the measured rates of the transports to a receiver, and which transports failed to open."""
         self._measured[address] = self._clock.monotonic(), measured
         self._unopened[address] = set(measured.failures)
 
     def hello(self, peer_incarnation: str, offered: tuple[str, ...]) -> Hello:
-        """Returns the introduction of this worker."""
+        """Returns the hello message of this worker."""
         return Hello(
             worker_id=self._setup.identity.worker_id,
             incarnation=self._setup.identity.incarnation,
@@ -198,7 +201,7 @@ class LinkDialler:
 
 
 async def _greet(call: Call, hello: Hello) -> HelloAck:
-    """Introduces this worker and returns the receiver's reply. Raises the receiver's refusal."""
+    """Sends the hello and returns the receiver's acknowledgement. Raises the receiver's refusal."""
     await write_if_open(call, to_wire(hello))
     wire = await call.read()
     if not isinstance(wire, link_pb2.LinkMessage):
@@ -220,7 +223,7 @@ async def _open_in_thread(transport: Transport, hello: Hello, ack: HelloAck, tim
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
-        # The thread continues: what it opens must not stay open.
+        # The thread continues, so the channel that it opens must be closed.
         opening.add_done_callback(_discard_channel)
         raise
 

@@ -1,4 +1,7 @@
-"""What both ends of a Link do with their state machine, whichever way pages go. Belongs to one event loop."""
+"""The parts that both ends of a Link share: their setup, and how they run a state machine.
+
+Belongs to one event loop.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LinkSetup:
-    """What a worker brings to all its Links, those on which it sends and those on which it receives.
+    """Setup of all Links of a worker, both for sending and for receiving.
 
-    `generations` tells whether pages are still in the use that was meant. `transports` are the channels to offer or to
-    take, best first; `auto` stands for all that these pages can use. With `tls` pages travel between hosts encrypted or
-    not at all.
+    `generations` shows whether a page is still in the use that a transfer expects. `transports` are the channels to
+    offer or to accept, best first; `auto` stands for all channels that these pages can use. With `tls`, pages travel
+    between hosts only encrypted.
     """
 
     identity: LinkIdentity
@@ -44,7 +47,7 @@ class LinkSetup:
 
     @functools.cached_property
     def layout(self) -> WireLayout:
-        """The pool's layout, as the other end is told it."""
+        """The pool's layout, in the form that is sent to the peer."""
         identity = self.identity
         return wire_layout(
             self.pool.layout,
@@ -62,12 +65,12 @@ class LinkSetup:
 
     @functools.cached_property
     def reach(self) -> Reach:
-        """The processes that the pages' memory can be shared with."""
+        """The host and GPU of the pages, which determine which peers can share their memory."""
         return Reach(self.identity.host_id).at(channel_device(self.pool))
 
 
 class LinkEnd(ABC):
-    """Carries out a machine's actions and tells it what happens. `name` is how log lines call it."""
+    """Executes the actions of a state machine and feeds events to it. `name` identifies the Link in log lines."""
 
     def __init__(self, name: str) -> None:
         self.outbox = Outbox()
@@ -76,14 +79,17 @@ class LinkEnd(ABC):
 
     @abstractmethod
     def fail(self, error: TandemError) -> None:
-        """Ends the Link for good. Idempotent."""
+        """Ends the Link permanently. Idempotent."""
 
     @abstractmethod
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Carries out what the machine decided."""
+        """Executes the actions of the state machine."""
 
     def _perform_last(self, actions: Sequence[Action]) -> None:
-        """Carries out actions when the Link is over: one transfer's trouble must not keep the others from ending."""
+        """Executes actions after the Link has ended.
+
+        An error in one transfer must not keep the other transfers from ending.
+        """
         for action in actions:
             try:
                 self._perform([action])
@@ -97,8 +103,8 @@ class LinkEnd(ABC):
             self._loop.call_soon(self.fail, error)
 
     def _from_thread(self, call: Callable[..., object], *args: object) -> None:
-        """Has the event loop make a call, from any thread; what it raises ends the Link."""
-        # The loop may be gone at the very end of the process; then nobody is left to be told.
+        """Schedules a call on the event loop, from any thread. An exception of the call ends the Link."""
+        # The loop may already be closed at process exit. Then no task is left that could handle the call.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._tell, call, *args)
 

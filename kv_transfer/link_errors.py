@@ -1,4 +1,7 @@
-"""Errors of a Link as the worker that dials it reports them: they concern the pair, and never mean its own failure."""
+"""Errors of a Link as the dialing worker reports them.
+
+They concern the pair, and never mean that this worker has failed.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from services.runtime.reach import NETWORK, SILENT
 from services.runtime.rpc import error_from_rpc, is_reply, obstacle_of, refusal
 
 IDENTITY_ERRORS: Final = (StaleIncarnation, NotProven, LayoutMismatch)
-"""Errors about the identity of the two workers. Another try cannot succeed."""
+"""Errors about the identity of the two workers. Another attempt cannot succeed."""
 
 
 def lost_link_error(error: grpc.aio.AioRpcError) -> TandemError:
-    """Returns the error of transfers on a Link that ended: the receiver's own reason, or TransferFailed."""
+    """Returns the error for the transfers on a Link that ended: the receiver's error, or TransferFailed."""
     refused = refusal(error)
     if refused is not None:
         return refused
@@ -36,7 +39,7 @@ def lost_link_error(error: grpc.aio.AioRpcError) -> TandemError:
 
 
 def call_error(error: grpc.aio.AioRpcError, address: str, *, caller: str = "this worker") -> TandemError:
-    """Returns the error of a call to the worker at `address`: its own reason, or PeerUnreachable."""
+    """Returns the error of a call to the worker at `address`: that worker's error, or PeerUnreachable."""
     refused = refusal(error)
     if refused is not None:
         return refused
@@ -45,14 +48,14 @@ def call_error(error: grpc.aio.AioRpcError, address: str, *, caller: str = "this
     meant = error_from_rpc(error)
     if isinstance(meant, (*IDENTITY_ERRORS, TransferFailed, Overloaded, InvalidRequest)):
         return meant
-    # Its class would mean that this worker has failed, which only reports it.
+    # Keep the message only: the error's class would mean that this worker, which only reports it, has failed.
     return PeerUnreachable(f"the worker at {address} refused {caller}: {meant.message}")
 
 
 def dial_error(error: grpc.aio.AioRpcError | TandemError, address: str, *, caller: str) -> TandemError:
     """Returns the error of a Link that could not be opened.
 
-    Refusals about identity keep their class. A refusal for lack of capacity becomes LinkRefused. All others become
+    Identity refusals keep their class. A refusal for lack of capacity becomes LinkRefused. All other errors become
     PeerUnreachable.
     """
     meant = call_error(error, address, caller=caller) if isinstance(error, grpc.aio.AioRpcError) else error
@@ -63,7 +66,7 @@ def dial_error(error: grpc.aio.AioRpcError | TandemError, address: str, *, calle
 
 
 def is_silence(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether nothing answered the connection, so that another try may succeed."""
+    """Returns whether the connection attempt got no reply, so that another attempt may succeed."""
     return not is_reply(error) and obstacle_of(error) == SILENT
 
 
@@ -76,6 +79,6 @@ def _no_connection(error: grpc.aio.AioRpcError, address: str, caller: str) -> st
 
 
 def firewall_advice(address: str, *, caller: str, peer: str = "") -> str:
-    """Returns what to allow in the firewall so that `caller` reaches `host:port`, where `peer` listens."""
+    """Returns which port to allow in the firewall so that `caller` can reach `host:port`, where `peer` listens."""
     host, _, port = address.rpartition(":")
     return f"allow TCP port {port} from {caller} to {peer or host} in the firewall"

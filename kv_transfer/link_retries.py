@@ -14,12 +14,12 @@ from services.runtime.clock import Clock
 from services.runtime.errors import LinkRefused, PeerUnreachable, TandemError
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 8.0
-"""Delay before the first retry, and the longest one: each failure doubles it."""
+"""Delay before the first retry, and the longest delay, in seconds. Each failure doubles the delay."""
 FORGET_S = 120.0
-"""A receiver that no request has named for this long is no longer retried."""
+"""Time without a request for a receiver after which its retries stop, in seconds."""
 
 LinkKey = tuple[str, str]
-"""A receiver: its address and its incarnation."""
+"""Address and incarnation of a receiver."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,10 @@ class _Failure:
 
 
 class LinkRetries:
-    """Receivers to which no Link can be opened now. `open_link` opens one and raises what that raises."""
+    """Retries the receivers that are currently unreachable.
+
+    `open_link` opens a Link, or raises the reason for its failure.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,10 @@ class LinkRetries:
         self._failures: dict[LinkKey, _Failure] = {}
 
     def error_for(self, key: LinkKey) -> PeerUnreachable | None:
-        """Returns why the last try failed, for a request that needs a Link now. Returns None if a try is due."""
+        """Returns the error of the last attempt, for a request that needs a Link now.
+
+        Returns None if no retry is pending.
+        """
         failure = self._failures.get(key)
         if failure is None:
             return None
@@ -55,7 +61,7 @@ class LinkRetries:
         return failure.error.again()
 
     def failed(self, key: LinkKey, error: PeerUnreachable) -> None:
-        """Records a failed try, and begins to retry."""
+        """Records a failed attempt, and starts retrying."""
         failure = self._failures[key] = _Failure(error, self._clock.monotonic())
         failure.task = asyncio.create_task(self._retry(key, failure), name=f"retry Link to {key[0]}")
 
@@ -74,14 +80,14 @@ class LinkRetries:
                 try:
                     await self._open_link(key)
                 except LinkRefused:
-                    return  # the receiver can be reached again
+                    return  # the receiver is reachable again
                 except PeerUnreachable as error:
                     failure.error = error.again()
                     delay_s = min(2 * delay_s, MAX_RETRY_S)
                 else:
                     logger.info("peer reachable again", extra={"address": key[0]})
                     return
-        except TandemError as error:  # the next request finds it without waiting
+        except TandemError as error:  # the next request gets this error without a delay
             logger.info("retries of a Link ended", extra={"address": key[0], "error": error.message})
         except Exception:
             logger.exception("retrying a Link failed", extra={"address": key[0]})

@@ -1,4 +1,6 @@
-"""Limits the Links of one receiver, and makes room for a new one by retiring the Link that has been idle longest.
+"""Limits the number of Links of one receiver.
+
+Retires the Link that has been idle longest to free a slot for a new Link.
 
 Belongs to one event loop.
 """
@@ -11,30 +13,34 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 KEPT_FREE = 8
-"""One in this many slots is kept free, so that a new sender does not wait until an idle Link has ended."""
+"""One in this many slots is reserved for new senders, so that a new sender does not wait for an idle Link to end."""
 ROOM_TIMEOUT_S = 2.0
-"""Time in which a sender must end a Link that it was asked to retire, before a new sender is refused."""
+"""Time that a sender has to end a retired Link before the receiver refuses the new sender, in seconds."""
 LOOK_S = 0.1
 
 
 class SlotHolder(Protocol):
-    """A Link, as far as its slot is concerned."""
+    """The part of a Link that slot management needs."""
 
     @property
     def idle_since_s(self) -> float | None:
-        """Time of the end of its last transfer or of the last request to end, or None while a transfer runs."""
+        """Time of the last transfer's end or of the last retire request, whichever is later.
+
+        None while a transfer runs.
+        """
         ...
 
     @property
     def is_leaving(self) -> bool:
         """Whether the Link is expected to end soon.
 
-        It is lost, or its sender was asked to end it less than ROOM_TIMEOUT_S ago and has begun no transfer since.
+        This is so if the Link is lost, or if its sender was requested to end it less than ROOM_TIMEOUT_S ago and has
+        started no transfer since.
         """
         ...
 
     def retire(self) -> None:
-        """Asks the sender to end the Link."""
+        """Requests that the sender end the Link."""
         ...
 
 
@@ -42,7 +48,7 @@ L = TypeVar("L", bound=SlotHolder)
 
 
 class LinkSlots(Generic[L]):
-    """The Links of a receiver. A slot is claimed before a Link is opened, and held until its Link has ended."""
+    """The Links of a receiver. A slot is claimed before a Link is opened, and occupied until the Link has ended."""
 
     def __init__(self, max_links: int) -> None:
         self._max_links = max_links
@@ -53,18 +59,18 @@ class LinkSlots(Generic[L]):
 
     @property
     def links(self) -> tuple[L, ...]:
-        """The Links that hold a slot."""
+        """The Links that occupy a slot."""
         return tuple(self._links)
 
     @property
     def num_claimed(self) -> int:
-        """Slots that are taken, those of Links that are being opened included."""
+        """Number of claimed slots, including slots of Links that are being opened."""
         return len(self._links) + self._num_opening
 
     async def claim(self) -> bool:
-        """Claims a slot for a Link, which `opening` gives up. Returns False if every Link is in use.
+        """Claims a slot for a new Link; `opening` releases the claim. Returns False if every Link is in use.
 
-        Waits, for a short time, until an idle Link has ended. The limit is checked and the slot counted in one step.
+        Waits up to ROOM_TIMEOUT_S for an idle Link to end. Checks the limit and counts the slot in one step.
         """
         self._num_waiting += 1
         try:
@@ -84,7 +90,7 @@ class LinkSlots(Generic[L]):
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Holds the claimed slot while the Link is opened; inside, `add` gives it to the Link."""
+        """Keeps the claimed slot while the Link is being opened. In its body, `add` transfers the slot to the Link."""
         try:
             yield
         finally:
@@ -92,7 +98,7 @@ class LinkSlots(Generic[L]):
             self._has_changed.set()
 
     def add(self, link: L) -> None:
-        """Gives a slot to a Link."""
+        """Assigns a slot to a Link."""
         self._links.add(link)
 
     def remove(self, link: L) -> None:
@@ -118,7 +124,8 @@ class LinkSlots(Generic[L]):
     async def _wait_change(self) -> None:
         self._has_changed.clear()
         with contextlib.suppress(TimeoutError):
-            # No event reports that a transfer has begun on a Link that was asked to end.
+            # Poll, because no event reports that a sender has started a transfer on a Link that it was requested to
+            # end.
             async with asyncio.timeout(LOOK_S):
                 await self._has_changed.wait()
 

@@ -1,12 +1,12 @@
-"""What the channels between two workers carry, measured soon after their first Link and again when that is long ago.
+"""Measures the channels between two workers: soon after their first Link, and again once the measurement is old.
 
-The sender opens each channel that both have, posts rounds of frames that mean nothing, and takes the time until the
-receiver says that it has copied them out of its ring. The first round is tiny and tells the latency; the next ones
-grow as long as one takes no more than `SLOW_ROUND_S`, so that a slow link is measured without being filled. The best of
-the largest rounds counts, as on a busy machine the others say more about the machine. A channel that cannot be
-opened is named with its error and left out.
+The sender opens each channel that both workers have, and posts rounds of dummy frames. It times each round until the
+receiver reports that it has copied the frames out of its ring. The first round is tiny and shows the latency. Later
+rounds grow as long as one takes at most `SLOW_ROUND_S`, so a slow link is measured without being saturated. The best of
+the largest rounds counts, because on a busy machine the other rounds reflect the machine's load. A channel that fails
+to open is reported with its error and skipped.
 
-Knows the channels and the messages of the Link's `Probe`, and neither pages nor transfers.
+Depends on the channels and on the messages of the Link's `Probe`, not on pages or transfers.
 """
 
 from __future__ import annotations
@@ -39,25 +39,28 @@ from services.runtime.rpc import write_if_open
 from services.scheduling.links import Carried, LinkOpinion
 
 ROUND_BYTES = 32 * 2**20
-"""The largest round."""
+"""Size of the largest round, in bytes."""
 RETRY_BYTES = 2 * 2**20
-"""Bytes where a link that is in use is only tried again."""
+"""Size of the largest round when a link in use is probed again, in bytes."""
 PING_BYTES, FIRST_BYTES, GROWTH = 2048, 128 * 1024, 4
-"""The first round, the second, and how many times larger each further one is than the one before it."""
+"""Sizes of the first and the second round, in bytes, and the factor by which each later round grows."""
 NUM_ROUNDS = 3
-"""Rounds of the largest size."""
+"""Number of rounds of the largest size."""
 SLOW_ROUND_S = 0.1
-"""A round that would take longer does not follow; one that did is long enough to be believed."""
+"""Longest duration of a round, in seconds. A larger round is skipped if it would take longer.
+
+One full-size round that takes longer is reliable enough on its own.
+"""
 RISING = 1.5
-"""A connection that has carried this many times more in each second than a moment ago has not shown all it can do."""
+"""Growth of the marginal rate between rounds above which a connection has not yet reached its full rate."""
 LIMIT_S = 2.0
-"""For measuring all channels of a pair, beside the time that one may take to open (NCCL's does take some)."""
+"""Time limit for measuring all channels of a pair, in seconds. `OPENING_S` extends it for channels that open slowly."""
 OPENING_S = {"nccl": 4.0}
 STALL_S = 1.0
 AFTER_S = 5.0
-"""Time after the first Link to a receiver was made until the transfer that it was made for has what it wanted."""
+"""Delay before the channels of a new Link are measured, in seconds: the transfer that needed the Link goes first."""
 VALID_S = 600.0
-"""How long a measurement is used for the Links of a pair."""
+"""How long a measurement is used for the Links of a pair, in seconds."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
 logger = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of a pair's channels, and why others could not be. `rounds` are in the order of their sizes."""
+    """Measured rounds of a pair's channels, and the errors of the channels that failed. `rounds` are sorted by size."""
 
     rounds: dict[str, list[Carried]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Measured:
         return {name: max(one.num_bytes / one.time_s for one in seen) for name, seen in self.rounds.items()}
 
     def teach(self, opinion: LinkOpinion, transport: str, now_s: float) -> None:
-        """Has the meter of the pair's link learn from what was measured of the channel in use."""
+        """Updates the estimate of the pair's link with the measurement of the channel in use."""
         seen = self.rounds.get(transport, [])
         if not seen:
             return
@@ -101,12 +104,11 @@ async def measure(
     *,
     most_bytes: int | None = None,
 ) -> Measured:
-    """Measure the channels that the hello offers, over calls of `Probe` that `begin` makes.
+    """Measures the channels that the hello offers, over `Probe` calls that `begin` opens.
 
-    No round is larger than `most_bytes` (None: `ROUND_BYTES`).
-
-    Returns what there is when the time is over. Raises the receiver's refusal where it refuses the pair as a whole,
-    and grpc's error where it cannot be reached.
+    The largest round has `most_bytes`, or `ROUND_BYTES` if it is None. Returns the results so far when the time limit
+    is reached. Raises the receiver's refusal if it rejects the pair as a whole, and gRPC's error if the receiver is
+    unreachable.
     """
     probe = _Probe(hello, open_channel, most_bytes=most_bytes or ROUND_BYTES)
     try:
@@ -123,7 +125,10 @@ async def measure(
 
 
 def next_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
-    """Bytes of the round that follows those that were seen; None: enough is known, or the link is too slow for more."""
+    """Returns the bytes of the next round.
+
+    Returns None if the measurement is complete, or the link too slow for more rounds.
+    """
     if len(seen) < 2:
         return min(FIRST_BYTES if seen else PING_BYTES, most_bytes)
     before, last = seen[-2:]
@@ -131,19 +136,19 @@ def next_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
         return full_round([one for one in seen if one.num_bytes >= most_bytes], most_bytes)
     larger = min(GROWTH * last.num_bytes, most_bytes)
     expected_s = last.time_s + (larger - last.num_bytes) / _more_per_s(before, last)
-    # Far away a round waits for acknowledgements first, and the rate shows with the larger ones only.
+    # On a long round trip, small rounds mostly wait for acknowledgements. Only larger rounds show the rate.
     is_far = last.time_s < LIMIT_S / 4 and (is_rising(seen) or (len(seen) == 2 and last.time_s < 8 * before.time_s))
     return larger if expected_s <= SLOW_ROUND_S or is_far else None
 
 
 def full_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
-    """Returns the bytes of a full round, where all rounds are of one size."""
+    """Returns the bytes of the next round, of the largest size. Returns None if the measurement is complete."""
     is_slow = bool(seen) and seen[-1].time_s > SLOW_ROUND_S
     return None if is_slow or len(seen) >= NUM_ROUNDS else most_bytes
 
 
 def is_rising(seen: Sequence[Carried]) -> bool:
-    """Whether the last round was faster for its bytes than the one before: a larger one would be faster still."""
+    """Returns whether the marginal rate grew in the last round, so that a larger round would be faster still."""
     if len(seen) < 3 or seen[-1].num_bytes == seen[-2].num_bytes:
         return False
     return _more_per_s(seen[-2], seen[-1]) > RISING * _more_per_s(seen[-3], seen[-2])
@@ -155,7 +160,7 @@ def _more_per_s(smaller: Carried, larger: Carried) -> float:
 
 
 class _Probe:
-    """The measurement of one pair. `left` are the channels that were not tried yet."""
+    """The measurement of one pair. `left` lists the channels that have not been tried."""
 
     def __init__(
         self,
@@ -171,7 +176,10 @@ class _Probe:
         self._open_channel = open_channel
 
     async def run(self, call: _Call) -> None:
-        """Measure one channel after the other, up to the first that cannot be opened: the receiver waits for that."""
+        """Measures the channels in sequence.
+
+        Stops at the first that fails to open, because the receiver still waits for it.
+        """
         while self.left:
             hello = replace(self._hello, transports=self.left)
             ack = await self._greet(call, hello)
@@ -187,7 +195,7 @@ class _Probe:
             await self._time_rounds(call, ack, channel)
 
     async def _greet(self, call: _Call, hello: Hello) -> HelloAck | None:
-        """Return the answer to a hello, None where no channel is left that both have."""
+        """Returns the receiver's acknowledgement, or None if both workers have no further channel in common."""
         await write_if_open(call, to_wire(hello))
         wire = await call.read()
         if not isinstance(wire, link_pb2.LinkMessage):
@@ -207,7 +215,7 @@ class _Probe:
         loop = asyncio.get_running_loop()
         posting: asyncio.Future[None] | None = None
         most = max(1, min(frame_bytes(ring), self._most_bytes // num_frames(ring))) * num_frames(ring)
-        # A receiver of a device's frames makes room for the first one, and none may be larger.
+        # A device receiver allocates memory for the first frame, and no later frame may be larger.
         choose = full_round if isinstance(channel, DeviceSendChannel) else next_round
         seen: list[Carried] = []
         num_posted = 0
@@ -223,7 +231,7 @@ class _Probe:
                     raise ChannelBroken("the receiver did not say what arrived")
                 seen.append(Carried(each * num_frames(ring), max(time.perf_counter() - started, 1e-9)))
                 self.measured.rounds[ack.transport] = seen
-        except (ChannelBroken, RuntimeError) as error:  # torch's, where a GPU has no memory left
+        except (ChannelBroken, RuntimeError) as error:  # RuntimeError: torch is out of GPU memory
             self.measured.rounds.pop(ack.transport, None)
             self.measured.failures[ack.transport] = error.message if isinstance(error, ChannelBroken) else str(error)
         finally:
@@ -231,22 +239,22 @@ class _Probe:
             if posting is None or posting.done():
                 channel.close()
             else:
-                # The thread is on its way out of the channel.
+                # The thread is about to leave the channel.
                 posting.add_done_callback(lambda done: (done.exception(), channel.close()))
 
 
 def frame_bytes(ring: RingSpec) -> int:
-    """Return the size of a probe's largest frame: a whole slot, if that is not more than a round."""
+    """Returns the size of a probe's largest frame, in bytes: a whole slot, but at most one round."""
     return min(ring.slot_bytes, ROUND_BYTES)
 
 
 def num_frames(ring: RingSpec) -> int:
-    """Return the frames of a round, whatever their size; both sides count them."""
+    """Returns the number of frames in a round, which does not depend on their size. Both sides count to it."""
     return max(1, ROUND_BYTES // frame_bytes(ring))
 
 
 def post_round(channel: AnySendChannel, ring: RingSpec, first_seq: int, num_bytes: int) -> None:
-    """Post one round of frames of `num_bytes` bytes together. Raises ChannelBroken."""
+    """Posts one round of frames, each of `num_bytes` bytes. Raises ChannelBroken."""
     source: torch.Tensor | None = None
     stream = _Stream()
 
@@ -267,7 +275,10 @@ def post_round(channel: AnySendChannel, ring: RingSpec, first_seq: int, num_byte
 
 
 def take_rounds(channel: AnyReceiveChannel, ring: RingSpec, on_round: Callable[[int], None]) -> None:
-    """Copy frames out of the ring until the sender ends the channel or goes silent; tell of each round. Closes it."""
+    """Copies frames out of the ring until the sender ends the channel or falls silent, then closes the channel.
+
+    Calls `on_round` with the bytes of each round.
+    """
     try:
         copy: torch.Tensor | np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         stream = _Stream()
@@ -295,7 +306,10 @@ def take_rounds(channel: AnyReceiveChannel, ring: RingSpec, on_round: Callable[[
 
 
 async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIterator[link_pb2.LinkMessage]:
-    """Take rounds in a thread; yield a message for each, until there are no more. Closing it ends the channel."""
+    """Receives rounds in a thread, and yields a message for each until the channel ends.
+
+    Closing the iterator ends the channel.
+    """
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[int | None] = asyncio.Queue()
 
@@ -303,7 +317,7 @@ async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIter
         try:
             loop.call_soon_threadsafe(told.put_nowait, num_bytes)
         except RuntimeError:
-            return  # the loop is gone, and nobody is left to be told
+            return  # the event loop is closed, so no task waits for the result
 
     taking = loop.run_in_executor(None, take_rounds, channel, ring, tell)
     taking.add_done_callback(lambda _: told.put_nowait(None))
@@ -315,14 +329,14 @@ async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIter
 
 
 class _Stream:
-    """Where one thread's copies on a GPU run: in the default stream they would wait for what the engine computes."""
+    """The CUDA stream for one thread's copies. On the default stream they would wait for the engine's work."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def of(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Launch on it what is launched in here, if the tensor is on a GPU; leaving waits for it."""
+        """Runs the copies of its body on this stream if the tensor is on a GPU. Waits for them on exit."""
         if tensor.device.type != "cuda":
             yield
             return

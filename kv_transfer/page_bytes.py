@@ -1,9 +1,10 @@
-"""Pages of a pool as bytes: reading them for a frame, and writing a frame's pages into reserved ones.
+"""Accesses the pages of a pool as bytes: reads them for a frame, and writes the pages of a frame into reserved pages.
 
-The only code of the handoff that touches page memory. Page size may differ on the two sides; all else is equal.
-Copies run without the interpreter's lock, on whatever thread calls; nothing here decides whether a copy is allowed.
-Pages on a GPU take the way over host memory, but for those that arrive in it (`device_pages`). A page may lie in
-several pieces, and each of them in the memory of several processes (`PageMemory`); it travels as one, in order.
+This is the only handoff code that touches page memory. The page sizes of the two sides may differ; the rest of the
+layout is equal. Copies release the interpreter's lock and run on the calling thread. The caller decides whether a copy
+is allowed. Pages on a GPU pass through host memory, unless their frame arrives on the GPU (`device_pages`). A page may
+consist of several pieces, and each piece may be spread over the memory of several processes (`PageMemory`). It travels
+as one page, with the pieces in order.
 
 Shape legend: N pages, P pieces of a page, R parts of a piece, H KV heads, L layers, S slots (tokens) of a page, B bytes
 of one head's K or V of one token.
@@ -28,45 +29,47 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 class PageMemory(Protocol):
-    """The memory of a worker's pages, whatever computes in it; `services.engine.cache.pool.PagePool` is one.
+    """The memory of a worker's pages, independent of the engine; for example `services.engine.cache.pool.PagePool`.
 
-    A page is its first piece of all parts, in their order, then its second, and so on. Between two workers whose pages
-    have several pieces, the page sizes are equal: only slots of a page of one piece are where `layout` says.
+    A page is its first piece from all parts, in their order, then its second piece, and so on. If pages have several
+    pieces, both workers must use the same page size: only in single-piece pages are the slots at the offsets of
+    `layout`.
     """
 
     @property
     def layout(self) -> PageLayout:
-        """Size and number of the parts of a page."""
+        """Size of a page, and its dimensions."""
         ...
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The pages as tensors [P, N, bytes] of uint8, one for each process; writing to them writes to the pages."""
+        """The pages as uint8 tensors [P, N, bytes], one for each process. Writing to a tensor writes to the pages."""
         ...
 
     @property
     def copies(self) -> int:
-        """How many neighbouring parts have the same bytes, of which one travels; mostly 1."""
+        """Number of consecutive parts with identical bytes, of which only one is transferred. Usually 1."""
         ...
 
 
 class PageGenerations(Protocol):
-    """Which use of each page it is now; a page allocator knows.
+    """The current generation of each page; a page allocator implements this.
 
-    It is asked by threads that do not own the pages. That is safe: an element of a list is read in one step under the
-    interpreter's lock, and code that gives a page to another use says so there before its first write to the page.
+    Threads that do not own the pages may call it. That is safe for two reasons: reading an element of a list is atomic
+    under the interpreter's lock, and code that reassigns a page changes its generation before it first writes to the
+    page.
     """
 
     def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of this use of each page. Raises InvariantViolated for a page that does not exist."""
+        """Returns the current generation of each page. Raises InvariantViolated for a page that does not exist."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The reserved pages of a transfer at the receiver, and which tokens of them may be written.
+    """The reserved pages of a transfer at the receiver, and the range of tokens that may be written to them.
 
-    Tokens before `num_cached_tokens` are a shared prefix that must stay as it is.
+    Tokens before `num_cached_tokens` are a shared prefix that must not change.
     """
 
     page_ids: tuple[int, ...]
@@ -75,15 +78,15 @@ class Destination:
 
 
 class PageReader:
-    """Serves pages of a pool as flat pieces of host memory: in place, or from a copy if they are on a GPU."""
+    """Returns pages of a pool as flat arrays in host memory: views of host memory, or a copy of GPU memory."""
 
     def __init__(self, pool: PageMemory) -> None:
-        # Arrays of host memory, or the tensor of another device.
+        # Arrays in host memory, or the tensor on another device.
         self._parts: list[Any] = _memory_of(pool)[:: pool.copies]
         self._pieces: list[Any] = [part[piece] for piece in range(len(self._parts[0])) for part in self._parts]
 
     def pieces(self, page_ids: Sequence[int]) -> list[Bytes]:
-        """Return the memory of these pages in order, neighbours joined."""
+        """Returns the memory of these pages in order. Adjacent pages are joined."""
         first_part = self._parts[0]
         if isinstance(first_part, torch.Tensor):
             rows = torch.tensor(page_ids, device=first_part.device)
@@ -99,7 +102,7 @@ class PageWriter:
     """Copies frames of a sender's pages into pages of a pool."""
 
     def __init__(self, pool: PageMemory, sender: WireLayout) -> None:
-        # Arrays of host memory or tensors on a GPU: slicing and assigning them is written in the same way.
+        # Arrays in host memory or tensors on a GPU: both support the same slicing and assignment.
         self._parts: list[Any] = _memory_of(pool)
         self._copies = pool.copies
         self._device = pool.parts[0].device
@@ -112,7 +115,7 @@ class PageWriter:
         self._sender_shape = (heads, layers, 2, self._sender_size, vector_bytes)
 
     def check(self, destination: Destination) -> None:
-        """Raise InvariantViolated unless these are different pages of the pool that hold all the tokens."""
+        """Raises InvariantViolated unless the pages are distinct pool pages and the cached prefix is page-aligned."""
         page_ids = destination.page_ids
         is_in_pool = all(0 <= page_id < self._parts[0].shape[1] for page_id in page_ids)
         if not is_in_pool or len(set(page_ids)) != len(page_ids):
@@ -121,15 +124,16 @@ class PageWriter:
             raise InvariantViolated("a cached prefix must end on a page border")
 
     def places(self, first_page: int, num_pages: int, destination: Destination) -> slice:
-        """Return which part of the destination's page table these pages of the sender are written to."""
+        """Returns the slice of the destination's page table that these pages of the sender are written to."""
         start = max(first_page * self._sender_size, destination.num_cached_tokens)
         end = min((first_page + num_pages) * self._sender_size, destination.num_tokens)
         return slice(start // self._own_size, -(-end // self._own_size))
 
     def write(self, data: Bytes | torch.Tensor, first_page: int, destination: Destination) -> None:
-        """Copy whole pages of the sender, the first of which is `first_page` of its page table.
+        """Copies whole pages of the sender, starting at page `first_page` of its page table.
 
-        They lie in host memory, or in that of the pool's device. When it returns, the copy has ended, on a GPU too.
+        The data is in host memory or on the pool's device. When this method returns, the copy is complete, even on a
+        GPU.
         """
         is_on_gpu = isinstance(self._parts[0], torch.Tensor)
         source = torch.as_tensor(data).to(self._device) if is_on_gpu else np.asarray(data)
@@ -185,7 +189,7 @@ def wire_layout(
     tensor_parallel: int = 0,
     pipeline_parallel: int = 0,
 ) -> WireLayout:
-    """Return the words in which a pool's layout travels. Raises KeyError for a dtype that does not."""
+    """Returns a pool's layout in the form that is sent to peers. Raises KeyError for an unsupported dtype."""
     return WireLayout(
         fingerprint=fingerprint,
         page_size=layout.page_size,
@@ -201,17 +205,17 @@ def wire_layout(
 
 
 def channel_device(pool: PageMemory) -> torch.device:
-    """Return where channels take pages from: pages of several pieces pass through the host's memory."""
+    """Returns the device that channels read pages from. Pages of several pieces pass through host memory."""
     return pool.parts[0].device if is_one_piece(pool) else torch.device("cpu")
 
 
 def is_one_piece(pool: PageMemory) -> bool:
-    """Return whether each page is one range of memory."""
+    """Returns whether each page is one contiguous range of memory."""
     return len(pool.parts) * len(pool.parts[0]) == 1
 
 
 def _memory_of(pool: PageMemory) -> list[Bytes] | list[torch.Tensor]:
-    """Return the parts [P, N, bytes of a piece]: arrays over host memory, or the tensor of another device."""
+    """Returns the parts [P, N, bytes of a piece]: arrays over host memory, or the tensor of another device."""
     if pool.parts[0].device.type != "cpu":
         assert len(pool.parts) == 1, "several processes have their parts in the host's memory"
         return list(pool.parts)
@@ -219,7 +223,7 @@ def _memory_of(pool: PageMemory) -> list[Bytes] | list[torch.Tensor]:
 
 
 def _runs(page_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first page id, count) of neighbours in ascending order."""
+    """Yields (first page ID, count) for each run of consecutive ascending page IDs."""
     start = 0
     for index in range(1, len(page_ids) + 1):
         if index == len(page_ids) or page_ids[index] != page_ids[index - 1] + 1:

@@ -1,6 +1,6 @@
-"""Triton kernels between pages and ring slots: gather with a digest, digest of a slot, spread over pages.
+"""Triton kernels between pages and ring slots: gather pages with a digest, digest a slot, scatter a slot into pages.
 
-They move 64-bit words. `device_pages` says what the digest is, calls these, and has the same in plain torch.
+They move 64-bit words. `device_pages` calls them, defines the digest, and has the same functions in plain torch.
 
 Shape legend: N pages of the pool, P pages of a frame, W words of a page, C blocks of a page.
 """
@@ -15,7 +15,10 @@ _NUM_WARPS = 8
 
 @triton.jit
 def _mix(words, index):
-    """The two words that a word at a place of the frame adds to the digest; see device_pages.word_sums."""
+    """Returns the two values that each word adds to the digest, given its index in the frame.
+
+    See device_pages.word_sums for the reference implementation.
+    """
     x = words.to(tl.uint64, bitcast=True) ^ ((index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -27,7 +30,7 @@ def _mix(words, index):
 
 @triton.jit
 def _gather_kernel(pages, page_ids, target, sums, num_words, BLOCK: tl.constexpr):
-    """Grid (P, C): one block of words of one page, copied and mixed. `sums` is [P, C, 2]."""
+    """Copies and mixes one block of words of one page. Grid (P, C). `sums` is [P, C, 2]."""
     page, block = tl.program_id(0), tl.program_id(1)
     page_id = tl.load(page_ids + page)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +46,7 @@ def _gather_kernel(pages, page_ids, target, sums, num_words, BLOCK: tl.constexpr
 
 @triton.jit
 def _digest_kernel(source, sums, num_words, BLOCK: tl.constexpr):
-    """Grid (blocks of the frame,): one block of words, mixed. `sums` is [blocks, 2]."""
+    """Mixes one block of words. Grid (blocks of the frame,). `sums` is [blocks, 2]."""
     block = tl.program_id(0)
     index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < num_words
@@ -55,7 +58,7 @@ def _digest_kernel(source, sums, num_words, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spread_kernel(source, page_ids, pages, num_words, BLOCK: tl.constexpr):
-    """Grid (P, C): one block of words of one page, copied to where the page is."""
+    """Copies one block of words of one page to its place in the pool. Grid (P, C)."""
     page, block = tl.program_id(0), tl.program_id(1)
     page_id = tl.load(page_ids + page)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +68,10 @@ def _spread_kernel(source, page_ids, pages, num_words, BLOCK: tl.constexpr):
 
 
 def gather(pages: torch.Tensor, page_ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Copy rows of int64 [N, W], named by int64 [P], into int64 [P * W]; return the digest's sums, int64 [2]."""
+    """Copies the rows of int64 [N, W] listed in int64 [P] into int64 [P * W].
+
+    Returns the sums of the digest, int64 [2].
+    """
     num_pages, num_words = page_ids.numel(), pages.shape[1]
     num_blocks = triton.cdiv(num_words, BLOCK_WORDS)
     sums = torch.empty(num_pages, num_blocks, 2, dtype=torch.int64, device=pages.device)
@@ -76,7 +82,7 @@ def gather(pages: torch.Tensor, page_ids: torch.Tensor, target: torch.Tensor) ->
 
 
 def digest(words: torch.Tensor) -> torch.Tensor:
-    """Return the digest's sums over int64 [words], int64 [2]."""
+    """Returns the sums of the digest over int64 [words], as int64 [2]."""
     num_blocks = triton.cdiv(words.numel(), BLOCK_WORDS)
     sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=words.device)
     _digest_kernel[(num_blocks,)](words, sums, words.numel(), BLOCK=BLOCK_WORDS, num_warps=_NUM_WARPS)
@@ -84,7 +90,7 @@ def digest(words: torch.Tensor) -> torch.Tensor:
 
 
 def spread(source: torch.Tensor, page_ids: torch.Tensor, pages: torch.Tensor) -> None:
-    """Copy int64 [P * W] into the rows of int64 [N, W] that int64 [P] names."""
+    """Copies int64 [P * W] into the rows of int64 [N, W] listed in int64 [P]."""
     num_words = pages.shape[1]
     grid = (page_ids.numel(), triton.cdiv(num_words, BLOCK_WORDS))
     _spread_kernel[grid](source, page_ids, pages, num_words, BLOCK=BLOCK_WORDS, num_warps=_NUM_WARPS)

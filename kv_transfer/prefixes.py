@@ -1,10 +1,10 @@
-"""Prefixes that one worker asks another one for: the question, and the handoff that answers it.
+"""Prefix fetch: one worker requests a cached prefix from another worker, which sends it in a handoff.
 
-The holder sends, so the pages travel over a Link from the holder to the worker that asks, as in any other handoff: the
-seal's first token is the one behind the prefix. The holder holds nothing for it. Should a page be given to another use
-while it is read, the transfer fails, so its own requests never wait for a page because of it.
+The holder sends, so the pages travel over a Link from the holder to the requesting worker, as in any other handoff. The
+seal's first token is the token after the prefix. The holder does not pin the pages: if one is reused while it is read,
+the transfer fails. So the holder's own requests never wait for a page because of a prefix fetch.
 
-Knows no engine and no role: what is found is a function of the worker's.
+Does not depend on the engine or on worker roles: the worker passes a function that looks up pages.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from services.runtime.rpc import check_answer, make_channel, metadata_of, prove,
 
 SERVICE_NAME = "tandem.v1.Prefixes"
 GIVE = "/tandem.v1.Prefixes/Give"
-"""The method as proofs name it."""
+"""Name of the method in proofs."""
 MAX_GIVING = 4
-"""Prefixes that a worker gives at a time; with one more, the worker that asks computes."""
+"""Number of prefixes that a worker sends at the same time.
+
+Beyond it, the requesting worker computes its prefix itself.
+"""
 MAX_TOKENS = 1 << 20
 HEAR_S = 5.0
-"""Time in which a caller says what it wants."""
+"""Timeout for the caller's request message, in seconds."""
 
 
 class FoundPages(Protocol):
-    """Pages of a pool, and the uses of them that were meant."""
+    """Pages of a pool, and their generations at lookup."""
 
     @property
     def page_ids(self) -> tuple[int, ...]:
-        """The pages, in the order of the tokens."""
+        """The page IDs, in the order of the tokens."""
         ...
 
     @property
@@ -50,14 +53,14 @@ class FoundPages(Protocol):
 
 
 FindPages = Callable[[list[int], str], Awaitable[FoundPages]]
-"""Returns the pages that hold the first of some tokens, for the sharers that are named."""
+"""Returns the cached pages of the longest prefix of the tokens. The string names the group that may share the pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedPrefix:
-    """What a worker asks a holder for; `token_ids` has one token more than the prefix.
+    """A prefix to fetch. `token_ids` has one token more than the prefix.
 
-    `page_size` is that of the worker that asks, `sharers` names those who share the pages.
+    `page_size` is the page size of the requesting worker. `sharers` names the group that may share the pages.
     """
 
     transfer_id: TransferId
@@ -68,18 +71,18 @@ class WantedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPeer:
-    """A worker at one end: where its gRPC server is, and which of its lives is meant."""
+    """One of the two workers: the address of its gRPC server, and its expected incarnation."""
 
     address: str
     incarnation: str
 
 
 async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: PrefixPeer, deadline: Deadline) -> int:
-    """Has a holder send a prefix to `asker`, which is this worker; returns the bytes when the pages are committed.
+    """Fetches a prefix from the worker that caches it. Returns the number of bytes once the pages are committed.
 
-    Ends the transfer when it is cancelled. Raises PeerUnreachable if the holder cannot be reached, or cannot reach this
-    worker. Raises StaleIncarnation, NotProven or LayoutMismatch if it is not the worker that was meant, TransferFailed,
-    Overloaded, and InvalidRequest.
+    `asker` is this worker. Cancelling the call ends the transfer. Raises PeerUnreachable if the holder cannot be
+    reached or cannot reach this worker. Raises StaleIncarnation, NotProven, or LayoutMismatch if the holder is not the
+    expected worker. Also raises TransferFailed, Overloaded, and InvalidRequest.
     """
     channel = make_channel(holder.address)
     call = None
@@ -113,7 +116,7 @@ async def ask_for_prefix(wanted: WantedPrefix, *, holder: PrefixPeer, asker: Pre
 
 
 class PrefixGiver(link_pb2_grpc.PrefixesServicer):
-    """Serves `tandem.v1.Prefixes` of a worker with pages of `page_size` tokens."""
+    """Serves `tandem.v1.Prefixes` for a worker with pages of `page_size` tokens."""
 
     def __init__(
         self, links: SendLinks, find: FindPages, *, incarnation: str, page_size: int, clock: Clock = SYSTEM_CLOCK
@@ -130,7 +133,7 @@ class PrefixGiver(link_pb2_grpc.PrefixesServicer):
         request_iterator: AsyncIterator[link_pb2.GivePrefix],
         context: grpc.aio.ServicerContext[link_pb2.GivePrefix, link_pb2.PrefixGiven],
     ) -> AsyncIterator[link_pb2.PrefixGiven]:
-        """Sends the pages that a caller asks for, as far as they are here."""
+        """Sends the cached pages of the requested prefix to the caller."""
         if self._num_giving >= MAX_GIVING:
             raise Overloaded(f"the worker gives {MAX_GIVING} prefixes already")
         self._num_giving += 1
@@ -170,7 +173,7 @@ class PrefixGiver(link_pb2_grpc.PrefixesServicer):
 
 
 async def _heard(requests: AsyncIterator[link_pb2.GivePrefix]) -> link_pb2.GivePrefix:
-    """Returns the caller's request. Raises InvalidRequest if it is malformed, and if it does not arrive in time."""
+    """Returns the caller's request. Raises InvalidRequest if it is malformed or does not arrive in time."""
     try:
         async with asyncio.timeout(HEAR_S):
             asked = await anext(aiter(requests))

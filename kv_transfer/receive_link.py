@@ -1,6 +1,6 @@
-"""One Link at the receiver: what arrives is put into pages that the worker gives it.
+"""One Link at the receiver: writes arriving frames into pages that the worker has reserved.
 
-Carries out what `protocol.receiver` decides. Belongs to one event loop; page memory is written by the Link's thread.
+Executes the actions of `protocol.receiver`. Belongs to one event loop. The Link's thread writes page memory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Pages that a worker set aside, in the order of the tokens.
+    """Pages that a worker has reserved, in the order of the tokens.
 
-    The first `num_cached_tokens` tokens, a multiple of the page size, are cached already and are never written to.
+    The first `num_cached_tokens` tokens, a multiple of the page size, are already cached and are never written to.
     """
 
     page_ids: Sequence[int]
@@ -53,35 +53,35 @@ class Reserved:
 
 
 class ReceiveTarget(Protocol):
-    """What the receiving worker does for a transfer. All of it is called on the event loop.
+    """The receiving worker's part of a transfer. All methods run on the event loop.
 
-    An answer that takes longer than `Timeouts.worker_s` fails the transfer; when it comes it is still followed by
-    `release` or `abandon`, so that no page is lost.
+    A call that takes longer than `Timeouts.worker_s` fails the transfer. When the call returns, `release` or `abandon`
+    still follows, so that no page leaks.
     """
 
     async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
-        """Set pages aside. Raises the refusal that the sender is told."""
+        """Reserves pages. Raises the refusal that is sent to the sender."""
         ...
 
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
-        """Take the verified pages over. If it raises, it has not, and `release` follows."""
+        """Takes ownership of the verified pages. If it raises, it has not, and `release` follows."""
         ...
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Take unused pages back: the transfer failed, and nothing writes to them. Never after a commit."""
+        """Frees the unused pages of a failed transfer, which are no longer written to. Never called after a commit."""
         ...
 
     async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
-        """After a commit: the sender had given up before it knew. End what was begun; nobody waits for it.
+        """Stops the work that a commit has started, because the sender gave up before it received the commit.
 
-        May come more than once, and for a transfer whose work has ended.
+        May be called more than once, and for a transfer whose work has ended.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a Link at the receiver works with."""
+    """The dependencies of a Link at the receiver."""
 
     setup: LinkSetup
     peer: str
@@ -91,7 +91,7 @@ class Surroundings:
 
 
 class ReceiveLink(LinkEnd):
-    """One Link: carries out the machine's actions and tells it what happens."""
+    """One Link: executes the actions of its state machine and feeds events to it."""
 
     def __init__(
         self, machine: ReceiverLink, channel: AnyReceiveChannel, target: ReceiveTarget, around: Surroundings
@@ -118,12 +118,15 @@ class ReceiveLink(LinkEnd):
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that are not over."""
+        """Number of transfers that have not ended."""
         return len(self._machine.transfers)
 
     @property
     def idle_since_s(self) -> float | None:
-        """Time of the end of its last transfer or of the last request to end, or None while a transfer runs."""
+        """Time of the last transfer's end or of the last retire request, whichever is later.
+
+        None while a transfer runs.
+        """
         return self._last_used_s if self._machine.is_idle else None
 
     @property
@@ -134,12 +137,15 @@ class ReceiveLink(LinkEnd):
         return self._machine.is_retiring and self._now() - self._last_used_s < ROOM_TIMEOUT_S
 
     def retire(self) -> None:
-        """Asks the sender to end the Link, if it is idle. Counts as a use, so that other Links are asked next."""
+        """Requests that the sender end the Link, if it is idle.
+
+        Counts as a use, so that the next call picks a different Link.
+        """
         self._last_used_s = self._now()
         self._perform(self._machine.retire())
 
     def start(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
-        """Begins to receive, from the channel and from the sender's messages."""
+        """Starts receiving from the channel and from the sender's messages."""
         self._placer.start()
         for run in (self._read(requests), tick_until_cancelled(self._tick)):
             task = asyncio.create_task(run)
@@ -147,11 +153,11 @@ class ReceiveLink(LinkEnd):
             self._tasks.append(task)
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Gives a transfer up, if it runs here; as `LinkReceiver.abort`."""
+        """Aborts a transfer if it runs on this Link; see `LinkReceiver.abort`."""
         self._perform(self._machine.abort(transfer_id, error))
 
     def fail(self, error: TandemError) -> None:
-        """End the Link for good. Idempotent. What it holds is given back in the background."""
+        """Ends the Link permanently. Idempotent. Releases its pages in the background."""
         if self._machine.lost is not None:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
@@ -209,7 +215,7 @@ class ReceiveLink(LinkEnd):
     async def _reserve(self, action: ReservePages) -> None:
         try:
             reserved = await self._target.reserve(action.id, action.num_tokens)
-        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Reserve gets an answer
+        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Reserve gets a reply
             self._perform(self._machine.reserve_failed(action.id, _told(error, "reserve")))
             return
         page_ids = tuple(reserved.page_ids)
@@ -217,7 +223,7 @@ class ReceiveLink(LinkEnd):
         try:
             self._placer.open(action.id, destination)
         except InvariantViolated:
-            # The pages go back to the worker that named them.
+            # Report a reservation without pages, so that the pages return to the worker that named them.
             logger.exception("transfer %s got unusable pages", action.id)
             self._perform(self._machine.reserved(action.id, 0, 0))
             return
@@ -233,7 +239,7 @@ class ReceiveLink(LinkEnd):
             await self._target.commit(
                 action.id, first_token_id=action.first_token_id, sampling_position=action.sampling_position
             )
-        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Seal gets an answer
+        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Seal gets a reply
             self._perform(self._machine.commit_failed(action.id, _told(error, "commit")))
         else:
             self._perform(self._machine.committed(action.id))
@@ -268,7 +274,7 @@ class ReceiveLink(LinkEnd):
         self.fail(error or TransferFailed("the sender ended the Link"))
 
     def _on_placer_ended(self, error: TandemError) -> None:
-        # The sender may have felt it, and ended the Link, before we hear of it here.
+        # The sender may have noticed the failure and ended the Link before this side processes it.
         if self._placer.is_broken:
             self._counters.count(Reason.CHANNEL_BROKEN)
         self.fail(error)
@@ -283,7 +289,7 @@ class ReceiveLink(LinkEnd):
 
 
 def _told(error: Exception, doing: str) -> TandemError:
-    """Return what the sender is told of the worker's failure; texts of unknown errors stay here."""
+    """Returns the error to send to the sender. Hides the message of unexpected errors."""
     if isinstance(error, TandemError) and not isinstance(error, InvariantViolated):
         return error
     logger.error("the worker failed to %s", doing, exc_info=error)

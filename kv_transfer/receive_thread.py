@@ -1,6 +1,6 @@
-"""The thread that takes the frames of one Link from its channel: verify in the ring, then copy into reserved pages.
+"""The thread that reads the frames of one Link from its channel, verifies them in the ring, and copies them into pages.
 
-Which frame may go where is decided by the `PlacementTable`; this file holds its lock and does the copies.
+The `PlacementTable` decides which frame belongs where. This module holds the table's lock and makes the copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """A transfer's pages, and which use of each was meant when they were set aside."""
+    """The pages of a transfer, and their generations at reservation time."""
 
     destination: Destination
     generations: tuple[int, ...]
@@ -46,10 +46,10 @@ class _Reservation:
 
 
 class FramePlacer:
-    """Owns the receiving channel. The callbacks run on its thread; the other methods belong to the event loop's.
+    """Owns the receiving channel. The callbacks run on its thread. The other methods belong to the event loop's thread.
 
-    `on_events(events)` answers for chunks, `on_dropped(reason)` tells of a frame that was not wanted,
-    `on_ended(error)` comes last, when the channel is closed and nothing more is copied.
+    `on_events(events)` reports the results of chunks. `on_dropped(reason)` reports an unwanted frame. `on_ended(error)`
+    is the last call, after the channel has closed and all copies have ended.
     """
 
     def __init__(
@@ -75,38 +75,38 @@ class FramePlacer:
         self._reservations: dict[TransferId, _Reservation] = {}
         self._is_stopped = False
         self.is_broken = False
-        """Whether the channel broke before either side ended it; final when `on_ended` is called."""
+        """Whether the channel broke before either side ended it. Final once `on_ended` is called."""
         self._thread = threading.Thread(target=self._run, name="tandem-place", daemon=True)
 
     def start(self) -> None:
-        """Begin to take frames."""
+        """Starts receiving frames."""
         self._thread.start()
 
     @property
     def num_frames_seen(self) -> int:
-        """Frames that were claimed by a chunk, ever."""
+        """Total number of frames that a chunk has claimed."""
         return self._table.num_frames_seen
 
     def open(self, transfer_id: TransferId, destination: Destination) -> None:
-        """Says which pages a transfer's chunks go to, before the first of them is added.
+        """Sets the destination pages of a transfer, before its first chunk is added.
 
-        Raises InvariantViolated for pages that cannot hold its tokens; none of them is ever written to.
+        Raises InvariantViolated if the pages cannot hold the transfer's tokens. Then none of them is ever written to.
         """
         self._writer.check(destination)
-        # The earlier holder of the pages may have launched what still reads them.
+        # The previous user of the pages may have launched work that still reads them.
         mark = self._device_pages.mark() if self._device_pages is not None else None
         reservation = _Reservation(destination, self._generations.generations(destination.page_ids), mark)
         with self._changed:
             self._reservations[transfer_id] = reservation
 
     def is_current(self, transfer_id: TransferId) -> bool:
-        """Whether all pages of a transfer are still in the use that it was opened with."""
+        """Returns whether no page of a transfer has been reused since `open`."""
         with self._changed:
             reservation = self._reservations[transfer_id]
         return self._is_current(reservation, slice(None))
 
     def forget(self, transfer_id: TransferId) -> None:
-        """Nothing is placed for the transfer from now on."""
+        """Forgets a transfer, for which nothing is placed from now on."""
         with self._changed:
             self._reservations.pop(transfer_id, None)
 
@@ -123,7 +123,7 @@ class FramePlacer:
             return self._table.revoke(transfer_id)
 
     def stop(self) -> None:
-        """Break the channel off. Idempotent, does not block."""
+        """Breaks the channel off. Idempotent, does not block."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -137,7 +137,7 @@ class FramePlacer:
                 if frame is not None:
                     self._take(frame)
         except ChannelBroken as broken:
-            # Not itself: its traceback would keep the ring alive.
+            # Copy the error: the traceback of the original would keep the ring alive.
             error = broken.again()
             self.is_broken = not self._is_stopped and not isinstance(broken, ChannelEnded)
         except Exception:
@@ -164,14 +164,17 @@ class FramePlacer:
         self._channel.release(frame.slot)
 
     def _verdict_on(self, frame: Frame | DeviceFrame) -> Verdict:
-        """Wait until a header claims the frame. The header left first, so this wait is short or the sender is wrong."""
+        """Waits until a header claims the frame.
+
+        The sender sends headers first, so a long wait means that the sender is faulty.
+        """
         countdown = Countdown(self._stall_s)
         with self._changed:
             verdict, events = self._table.begin(frame.seq, frame.num_bytes)
             while isinstance(verdict, Wait):
                 self._tell(events)
                 is_due = self._table.can_be_claimed(frame.seq, frame.num_bytes)
-                # All the time there is, however many other chunks are announced meanwhile.
+                # Wait for the full timeout, however many other chunks are announced in the meantime.
                 if not is_due or not self._changed.wait(countdown.remaining_s()):
                     raise ChannelBroken("a frame came that no chunk announced")
                 if self._is_stopped:

@@ -1,6 +1,6 @@
-"""The receiving worker's side: `LinkReceiver` serves Links: it agrees with a sender on the channel, and opens it.
+"""The receiving worker's side of the handoff: `LinkReceiver` serves Links, agrees on a channel, and opens it.
 
-What happens on a Link is in `receive_link`. Belongs to one event loop.
+`receive_link` handles an open Link. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -55,18 +55,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RingConfig:
-    """Size of the receiving ring of each Link. A slot grows to one page of the sender where that is larger.
+    """Size of the receiving ring of each Link.
 
-    Slots that stay in a processor's cache between the two copies cost half the memory traffic.
+    If a page of the sender is larger than a slot, the slot grows to the page size.
+
+    Slots that stay in the processor's cache between the two copies halve the memory traffic.
     """
 
     slot_bytes: int = 2**20
     ring_bytes: int = 8 * 2**20
     device_slot_bytes: int = 8 * 2**20
-    """Slot of a device channel: each frame costs a few launches and waits, however small it is."""
+    """Slot size of a device channel, in bytes.
+
+    It is larger because each frame costs a few launches and waits, whatever its size.
+    """
 
     def spec_for(self, page_bytes: int, *, is_on_device: bool = False) -> RingSpec:
-        """Return the ring for pages of this size."""
+        """Returns the ring for pages of this size."""
         if is_on_device:
             return RingSpec(4, max(self.device_slot_bytes, page_bytes))
         slot_bytes = max(self.slot_bytes, page_bytes)
@@ -75,10 +80,11 @@ class RingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where channels that need an address are opened.
+    """Addresses for channels that need one.
 
-    All are opened on `host`, and one of them on `port` (0 picks one): that of pages in the host's memory where it is
-    offered. `advertise_host` and `advertise_port` are what senders are told where that differs.
+    All network channels listen on `host`. One of them listens on `port` (0 selects a free port): the channel for pages
+    in host memory if there is one. If senders must use a different address, `advertise_host` and `advertise_port`
+    override it.
     """
 
     host: str = "127.0.0.1"
@@ -88,9 +94,9 @@ class ChannelAddress:
 
 
 class LinkReceiver(link_pb2_grpc.LinkServicer):
-    """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
+    """Serves `tandem.v1.Link`. Add it to the worker's gRPC server.
 
-    Raises OSError if the port of `address` is taken. `abort` and `close` belong to the event loop's thread.
+    Raises OSError if the port of `address` is in use. `abort` and `close` belong to the event loop's thread.
     """
 
     def __init__(
@@ -114,19 +120,20 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._listeners: dict[str, Listener] = {}
         self._slots: LinkSlots[ReceiveLink] = LinkSlots(MAX_LINKS)
         self._is_closed = False
-        # Opened now, so that a port that is taken ends the start, and operators can try the port before a sender does.
+        # Opened at startup, so that a port conflict fails the start, and operators can test the port before a sender
+        # needs it.
         self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "")
         self.network_address = ""
-        """host:port where senders on other hosts open the payload channel.
+        """The host:port on which senders on other hosts open the payload channel.
 
-        Empty if no transport leaves the host, or if NCCL is the only one and no port is set.
+        Empty if no transport leaves the host, or if NCCL is the only one that does and no port is set.
         """
         if self._on_port and (self._address.port or self._on_port in HOST_NETWORK):
             self.network_address = self._advertised(self._listener(self._on_port).address, self._on_port)
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that are not over."""
+        """Number of transfers that have not ended."""
         return sum(link.num_transfers for link in self._links)
 
     @property
@@ -134,18 +141,18 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         return self._slots.links
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Give a transfer up, if it runs; `release` follows when nothing writes to its pages. Idempotent.
+        """Aborts a transfer if it is running. `release` follows once its pages are no longer written to. Idempotent.
 
-        Whatever comes later for this attempt is kept out. A transfer that is being committed is not stopped.
+        Later messages for this attempt are rejected. Does not stop a transfer that is being committed.
         """
         self._fence.close(transfer_id)
         for link in self._links:
             link.abort(transfer_id, error)
 
     async def close(self) -> None:
-        """End all Links, give all pages back, stop listening.
+        """Ends all Links, releases all pages, and stops listening.
 
-        Return when nothing is left, or the worker did not answer in time.
+        Returns once every Link has ended, or after a timeout if the worker does not release its pages.
         """
         self._is_closed = True
         for link in self._links:
@@ -165,7 +172,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         request_iterator: AsyncIterator[link_pb2.LinkMessage],
         context: grpc.aio.ServicerContext[link_pb2.LinkMessage, link_pb2.LinkMessage],
     ) -> AsyncIterator[link_pb2.LinkMessage]:
-        """One Link, from its hello to its end."""
+        """Serves one Link, from its hello to its end."""
         requests = aiter(request_iterator)
         hello = await self._receive_hello(requests)
         refusal = self._refusal_of(hello)
@@ -179,7 +186,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             yield to_wire(abort_of(None, refusal))
             return
         with self._slots.opening():
-            self._check_open()  # `close` may have run while `claim` waited.
+            self._check_open()  # `close` may have run while `claim` waited
             terms, ack = self._terms_for(hello)
             with self._expected(hello, ack) as opening:
                 yield to_wire(ack)
@@ -198,9 +205,9 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         request_iterator: AsyncIterator[link_pb2.LinkMessage],
         context: grpc.aio.ServicerContext[link_pb2.LinkMessage, link_pb2.LinkMessage],
     ) -> AsyncIterator[link_pb2.LinkMessage]:
-        """One channel after the other is opened for the sender to measure; see `measure`."""
+        """Opens one channel after another for the sender to measure; see `measure`."""
         requests = aiter(request_iterator)
-        async with self._probing:  # two at a time would measure each other
+        async with self._probing:  # concurrent measurements would distort each other
             while True:
                 hello = await self._receive_hello(requests)
                 refusal = self._refusal_of(hello)
@@ -220,7 +227,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
 
     @contextlib.contextmanager
     def _expected(self, hello: Hello, ack: HelloAck) -> Iterator[Future[AnyReceiveChannel]]:
-        """Expects the sender's channel. On an error, withdraws the offer or closes the channel."""
+        """Waits for the sender to open its channel. On an error, withdraws the offer or closes the channel."""
         opening = self._listeners[ack.transport].expect(channel_key(hello, ack), _ring_of(ack))
         try:
             yield opening
@@ -338,7 +345,7 @@ def _ring_of(ack: HelloAck) -> RingSpec:
 
 
 def _withdraw(opening: Future[AnyReceiveChannel]) -> None:
-    """Nobody will use the channel: expect it no more, or close what has come."""
+    """Withdraws the offer of a channel that is no longer needed, or closes the channel if it is open."""
     if not opening.cancel() and opening.exception() is None:
         opening.result().shutdown()
         opening.result().close()

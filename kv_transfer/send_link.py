@@ -1,6 +1,6 @@
 """One Link at the sender, and the handoffs on it. `SendTransfer` is one handoff.
 
-Carries out what `protocol.sender` decides. Belongs to one event loop; page memory is read by the Link's own thread.
+Executes the actions of `protocol.sender`. Belongs to one event loop. The Link's own thread reads page memory.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """What a handoff moved, and the time from the seal to the commit, which computing did not hide.
+    """Statistics of a handoff. `exposed_s` is the time from the seal to the commit, which no computation hid.
 
-    `carried` is the part of its bytes, and of others' before them, that the link was never idle with, and the time of
-    these. None: nothing can be said of the link.
+    `carried` is the bytes and the time of the latest continuous use of the link, which may include earlier transfers.
+    None if the handoff does not allow a conclusion about the link's speed.
     """
 
     num_pages: int
@@ -58,10 +58,10 @@ class HandoffStats:
 
 
 class SendTransfer:
-    """One handoff, from the question for its pages to its end. Nothing is sent before they are `granted`.
+    """One handoff, from the request for its pages to its end. Nothing is sent before the pages are `granted`.
 
-    Pages that were sent must stay allocated and unchanged until `released`. If one is given to another use before it
-    was read, the transfer fails.
+    Sent pages must stay allocated and unchanged until `released` is set. If one is reused before it was read, the
+    transfer fails.
     """
 
     def __init__(self, link: SendLink, transfer_id: TransferId) -> None:
@@ -70,7 +70,7 @@ class SendTransfer:
         self.num_cached_tokens = 0
         self.transport = link.transport
         self.released = asyncio.Event()
-        """Set when nothing reads the pages, whatever became of the transfer."""
+        """Set once the pages are no longer read, whatever the outcome of the transfer."""
         self._link = link
         self._asked: asyncio.Future[None] = loop.create_future()
         self._granted: asyncio.Future[int | TandemError] = loop.create_future()
@@ -79,14 +79,14 @@ class SendTransfer:
 
     @property
     def error(self) -> TandemError | None:
-        """Why the transfer failed, or None while it has not."""
+        """Error that failed the transfer, or None if it has not failed."""
         if not self._outcome.done():
             return None
         outcome = self._outcome.result()
         return outcome if isinstance(outcome, TandemError) else None
 
     async def granted(self) -> None:
-        """Wait for the receiver's pages.
+        """Waits until the receiver has reserved pages.
 
         Raises NoFreePages or another refusal of the receiver, TransferFailed, DeadlineExceeded, or WorkerUnavailable if
         this worker is shutting down.
@@ -97,22 +97,22 @@ class SendTransfer:
         self.num_cached_tokens = outcome
 
     def send(self, first_page: int, page_ids: Sequence[int], *, generations: Sequence[int] | None = None) -> None:
-        """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
+        """Queues pages without waiting: `page_ids[0]` is page `first_page` of the sender's page table.
 
-        Pages go in order and without gaps; the last may be partly filled. Those that the receiver has cached are left
-        out. Pages that nobody holds need the `generations` that were meant. Raises what ended the transfer if it has
-        ended, ValueError for pages out of order or beyond the tokens that were reserved, and InvariantViolated for
-        pages that do not exist.
+        Send pages in order and without gaps. The last page may be partly filled. Pages that the receiver has cached are
+        skipped. If the pages are not allocated to the caller, pass their expected `generations`. Raises the error that
+        ended the transfer, ValueError if pages are out of order or beyond the reserved tokens, and InvariantViolated if
+        pages do not exist.
         """
         self._raise_if_ended()
         self._link.send(self.id, first_page, page_ids, meant=generations)
 
     async def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int) -> HandoffStats:
-        """Say that all was sent and wait until the receiver owns it.
+        """Seals the transfer and waits until the receiver owns the pages.
 
         Raises the error that ended the transfer: TransferFailed, DeadlineExceeded, the receiver's refusal, or
-        WorkerUnavailable if this worker is shutting down.
-        When it returns or raises (other than by cancellation), nothing reads the pages.
+        WorkerUnavailable if this worker is shutting down. When it returns or raises (other than by cancellation), the
+        pages are no longer read.
         """
         self._raise_if_ended()
         started = self._link.now()
@@ -129,12 +129,12 @@ class SendTransfer:
         return HandoffStats(outcome.num_pages, outcome.num_bytes, exposed_s, self.transport, self._carried)
 
     async def abort(self, error: TandemError) -> None:
-        """Give the transfer up, if it has not ended; return when nothing reads its pages. Idempotent."""
+        """Aborts the transfer if it has not ended. Returns once its pages are no longer read. Idempotent."""
         self.give_up(error)
         await self.released.wait()
 
     def give_up(self, error: TandemError) -> None:
-        """Give the transfer up, if it has not ended; its pages may still be read. Idempotent."""
+        """Aborts the transfer if it has not ended, without waiting: its pages may still be read. Idempotent."""
         self._link.abort(self.id, error)
 
     def _raise_if_ended(self) -> None:
@@ -143,7 +143,7 @@ class SendTransfer:
         if self._outcome.done():
             raise TransferFailed("the transfer was committed already")
 
-    # What follows is called by the Link.
+    # Only the Link calls the methods below.
 
     async def _wait_asked(self) -> None:
         await asyncio.shield(self._asked)
@@ -167,7 +167,7 @@ class SendTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts of a Link that is about to begin."""
+    """The parts of a Link that is about to start."""
 
     rpc_channel: grpc.aio.Channel
     call: Call
@@ -177,7 +177,7 @@ class Opened:
 
 
 class SendLink(LinkEnd):
-    """One Link: carries out the machine's actions and tells it what happens."""
+    """One Link: executes the actions of its state machine and feeds events to it."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class SendLink(LinkEnd):
         self.transport = opened.ack.transport
         self.receiver_id = opened.ack.worker_id
         self.is_retired = False
-        """Whether it takes no further transfers and ends with the last one."""
+        """Whether the Link accepts no further transfers and ends with the last one."""
         self.now = setup.clock.monotonic
         self._opened = opened
         self._generations = setup.generations
@@ -226,11 +226,11 @@ class SendLink(LinkEnd):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended."""
+        """Whether the Link has ended."""
         return self._machine.lost is not None
 
     def retire(self) -> None:
-        """Ends the Link with the last transfer that has begun on it."""
+        """Ends the Link after the last of its current transfers."""
         self.is_retired = True
         self._end_if_idle()
 
@@ -239,7 +239,7 @@ class SendLink(LinkEnd):
             self.fail(TransferFailed("the Link was retired"))
 
     async def ask(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
-        """Begin a transfer; return when the receiver is sure to hear of it, or the transfer has ended."""
+        """Starts a transfer. Returns once the request is certain to reach the receiver, or the transfer has ended."""
         at = self.now() + deadline.remaining_s()
         actions = self._machine.reserve(transfer_id, num_tokens, deadline=at, now=self.now())
         handle = SendTransfer(self, transfer_id)
@@ -255,8 +255,8 @@ class SendLink(LinkEnd):
     def send(
         self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int], *, meant: Sequence[int] | None
     ) -> None:
-        """Queues pages of a transfer; as `SendTransfer.send`."""
-        # First, as it raises for pages that do not exist, and nothing must have been announced then.
+        """Queues pages of a transfer; see `SendTransfer.send`."""
+        # Do this first: it raises if pages do not exist, and then nothing must have been announced.
         generations = self._generations.generations(page_ids) if meant is None else tuple(meant)
         for action in self._machine.send(transfer_id, first_page, page_ids):
             if isinstance(action, PostChunk):
@@ -266,7 +266,7 @@ class SendLink(LinkEnd):
                 self._perform([action])
 
     def seal(self, transfer_id: TransferId, num_tokens: int, first_token_id: int, sampling_position: int) -> None:
-        """Sends the manifest of a transfer whose pages are all queued."""
+        """Seals a transfer whose pages are all queued."""
         actions = self._machine.seal(
             transfer_id,
             num_tokens=num_tokens,
@@ -278,11 +278,11 @@ class SendLink(LinkEnd):
         self._perform(actions)
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Gives a transfer up, if it has not ended. Idempotent."""
+        """Aborts a transfer if it has not ended. Idempotent."""
         self._perform(self._machine.abort(transfer_id, error, self.now()))
 
     def fail(self, error: TandemError) -> None:
-        """End the Link for good. Idempotent."""
+        """Ends the Link permanently. Idempotent."""
         if self.is_lost:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO

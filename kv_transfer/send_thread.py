@@ -1,7 +1,7 @@
-"""The thread that puts the chunks of one Link on its channel: hash, gather, post, frame by frame.
+"""The thread that posts the chunks of one Link on its channel. It hashes, gathers, and posts them frame by frame.
 
-Pages are read in place and the digest is taken from them, not from a copy, so that an error on any later step shows.
-Knows nothing of the protocol's states: every chunk it was given is answered once: posted, skipped or stale.
+The digest is computed over the pages themselves, not over a copy, so that it reveals an error in any later step. Does
+not depend on the protocol's state. Each submitted chunk gets exactly one result: posted, skipped, or stale.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from services.runtime.errors import InvariantViolated, TandemError
 
 _Generations: TypeAlias = tuple[int, ...]
 Answer: TypeAlias = bytes | Literal["skipped", "stale"]
-"""What became of a chunk: the digest of its pages, which are posted; or it was left out, or its pages were given to
-another use before they had been read."""
+"""Result of a chunk.
+
+The digest of its pages if it was posted, "skipped", or "stale" if its pages were reused before they were read.
+"""
 logger = logging.getLogger(__name__)
 
 
 class ChunkPoster:
     """Owns the sending channel. The callbacks run on its thread.
 
-    `on_answer` tells what became of a chunk; `on_broken` comes before the answers that it causes; `on_ended` comes
-    last, when the channel is closed.
+    `on_answer` reports the result of a chunk. `on_broken` runs before the results that the failure causes. `on_ended`
+    is the last call, after the channel has closed.
     """
 
     def __init__(
@@ -57,26 +59,26 @@ class ChunkPoster:
         self._on_broken = on_broken
         self._on_ended = on_ended
         self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations] | None] = queue.SimpleQueue()
-        # Written by the event loop, read here; a set's membership is one step of the interpreter.
+        # The event loop writes this set and the thread reads it. Set membership is atomic under the interpreter's lock.
         self._skipped: set[TransferId] = set()
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="tandem-post", daemon=True)
         self._thread.start()
 
     def submit(self, chunk: PostChunk, generations: _Generations) -> None:
-        """Queue a chunk, whose pages were in these generations when they were meant."""
+        """Queues a chunk. `generations` are the expected generations of its pages."""
         self._queue.put((chunk, generations))
 
     def skip(self, transfer_id: TransferId) -> None:
-        """Leave out what was not posted yet of this transfer."""
+        """Skips all chunks of this transfer that are not posted."""
         self._skipped.add(transfer_id)
 
     def forget(self, transfer_id: TransferId) -> None:
-        """No more chunks of this transfer will come."""
+        """Forgets a transfer that submits no more chunks."""
         self._skipped.discard(transfer_id)
 
     def stop(self) -> None:
-        """Break the channel off; what is queued is answered as skipped. Idempotent, does not block."""
+        """Breaks the channel off. Queued chunks complete as skipped. Idempotent, does not block."""
         self._is_broken = True
         self._channel.shutdown()
         self._queue.put(None)
@@ -102,7 +104,7 @@ class ChunkPoster:
         self._on_answer(chunk, answer)
 
     def _leave_out(self, chunk: PostChunk) -> None:
-        """Tell the receiver not to wait for the rest of the chunk: an empty frame with its last number."""
+        """Posts an empty frame with the chunk's last number. It ends the receiver's wait for the rest of the chunk."""
         last_seq = chunk.first_seq + (len(chunk.page_ids) - 1) // self._frame_pages
         if isinstance(self._channel, DeviceSendChannel):
             self._channel.post(last_seq, 0, lambda _: bytes(DIGEST_BYTES), timeout_s=self._stall_s)
@@ -115,7 +117,7 @@ class ChunkPoster:
             self._on_broken(error)
 
     def _post(self, chunk: PostChunk, generations: _Generations) -> Answer:
-        """Posts a chunk frame by frame, to its end or until it need not continue. Returns the answer for it."""
+        """Posts a chunk frame by frame, until its end or until it is skipped or stale. Returns the chunk's result."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
             if self._is_broken:
@@ -126,7 +128,7 @@ class ChunkPoster:
             end = offset + self._frame_pages
             page_ids = chunk.page_ids[offset:end]
             digest = self._post_frame(chunk.first_seq + offset // self._frame_pages, page_ids)
-            # Only now: they must have been the same pages up to the last byte that was read.
+            # Check only now, because the pages must not have been reused before their last byte was read.
             if self._generations.generations(page_ids) != generations[offset:end]:
                 if end < len(chunk.page_ids):
                     self._leave_out(chunk)
@@ -135,7 +137,7 @@ class ChunkPoster:
         return chain_digest(digests)
 
     def _post_frame(self, seq: int, page_ids: Sequence[int]) -> bytes:
-        """Post pages as one frame; return the digest of what was read."""
+        """Posts pages as one frame. Returns the digest of the data that was read."""
         if isinstance(self._channel, DeviceSendChannel):
             return self._post_device_frame(self._channel, seq, page_ids)
         pieces = self._reader.pieces(page_ids)

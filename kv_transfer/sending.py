@@ -1,6 +1,6 @@
-"""The sending worker's side: `SendLinks` makes and keeps one Link per receiver, over the channel that carries most.
+"""The sending worker's side of the handoff: `SendLinks` maintains one Link per receiver, over the fastest channel.
 
-What happens on a Link is in `send_link`. Belongs to one event loop.
+`send_link` handles an open Link. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 from services.scheduling.links import LinkMeters
 
 SLOW_DIAL_S = 0.8
-"""A dial that takes this long to fail is retried in the background, and no further request waits for it."""
+"""A failed dial that took at least this long, in seconds, is retried in the background.
+
+No further request waits for it.
+"""
 
 PROBE = "/tandem.v1.Link/Probe"
-"""The method as proofs name it."""
+"""Name of the method in proofs."""
 
 logger = logging.getLogger(__name__)
 
 
 class SendLinks:
-    """The Links of a worker that sends, made on first use and again after they broke.
+    """The Links of a sending worker. They are opened on first use, and opened again after a failure.
 
-    Where the setup's transports are `auto`, the first Link to a receiver takes the first of them that opens, so that
-    no request waits for a measurement; they are measured a little later, and where that finds a better one, a Link over
-    it takes the place of the first. `meters` knows how fast pages get to each receiver: it learns from every handoff
-    and measurement, and of receivers that nothing is sent to from probes of little traffic. `on_channels` is told, on
-    the event loop, the channel to each receiver (by its worker id) whenever that changes.
+    If the setup's transports are `auto`, the first Link to a receiver uses the first transport that opens, so that no
+    request waits for a measurement. The transports are measured shortly afterwards. If another transport is better, a
+    Link over it replaces the first Link. `meters` estimates the speed of the link to each receiver. It learns from
+    every handoff and every measurement, and from low-traffic probes of idle links. `on_channels` is called on the event
+    loop with the channel to each receiver, by worker ID, whenever a channel changes.
     """
 
     def __init__(self, setup: LinkSetup, *, on_channels: Callable[[Mapping[str, str]], None] | None = None) -> None:
@@ -63,7 +66,7 @@ class SendLinks:
         self._links: dict[LinkKey, asyncio.Future[SendLink]] = {}
         self._closing: set[asyncio.Event] = set()
         self._retired: set[SendLink] = set()
-        """Links that others have taken the place of, until they end."""
+        """Replaced Links that have not ended."""
         self._improving: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._doubts = LinkDoubts(self.meters, self._measure_again, clock=self._clock)
@@ -72,9 +75,9 @@ class SendLinks:
     async def reserve(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> SendTransfer:
-        """Have pages set aside at the receiver: `ask`, and wait until they are granted.
+        """Reserves pages at the receiver: calls `ask`, and waits until the pages are granted.
 
-        Raises what `ask` does, and NoFreePages or the receiver's other refusal.
+        Raises the errors of `ask`, NoFreePages, and other refusals of the receiver.
         """
         transfer = await self.ask(address, peer_incarnation, transfer_id, num_tokens=num_tokens, deadline=deadline)
         try:
@@ -85,35 +88,35 @@ class SendLinks:
         return transfer
 
     def has_link(self, address: str, peer_incarnation: str) -> bool:
-        """Return whether a Link to this receiver is open, so that `ask` need not make one first."""
+        """Returns whether a Link to this receiver is open, so that `ask` does not have to open it first."""
         place = self._links.get((address, peer_incarnation))
         return place is not None and place.done()
 
     async def ask(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> SendTransfer:
-        """Ask the receiver that listens on `address` for pages for `num_tokens` tokens.
+        """Requests pages for `num_tokens` tokens from the receiver that listens on `address`.
 
-        Those are the tokens whose KV the pages hold: a prompt's, or also those of the beginning of its answer. Returns
-        when the question has left this process. It reaches the receiver even if the process dies then, unless that
-        notices the broken connection before it has read the question.
+        `num_tokens` counts the tokens whose KV the pages hold: the prompt, and for a running sequence the start of its
+        response. Returns when the request has left this process. From then on it reaches the receiver even if this
+        process dies, unless the receiver notices the broken connection before it has read the request.
 
-        Raises PeerUnreachable, or its subclass LinkRefused or ChannelUnreachable, if no Link can be made. Raises
-        StaleIncarnation, NotProven or LayoutMismatch if the receiver is not the one that was meant, DeadlineExceeded,
-        and WorkerUnavailable if this worker is shutting down.
+        Raises PeerUnreachable, or its subclass LinkRefused or ChannelUnreachable, if no Link can be opened. Raises
+        StaleIncarnation, NotProven, or LayoutMismatch if the receiver is not the expected worker. Also raises
+        DeadlineExceeded, and WorkerUnavailable if this worker is shutting down.
         """
         deadline.check()
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 link = await self._link_to(address, peer_incarnation)
-                while link.is_retired:  # between its making and this moment
+                while link.is_retired:  # retired since it was opened
                     link = await self._link_to(address, peer_incarnation)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
         return await link.ask(transfer_id, num_tokens, deadline)
 
     def peer_links(self) -> list[worker_pb2.PeerLink]:
-        """Return what is believed now of the link to each receiver, for gateways."""
+        """Returns the current estimate of the link to each receiver, for gateways."""
         now_s, told = self._clock.monotonic(), []
         for worker_id, meter in self.meters:
             link = worker_pb2.PeerLink(worker_id=worker_id, underway_bytes=round(meter.underway_bytes(now_s)))
@@ -124,7 +127,7 @@ class SendLinks:
         return told
 
     async def close(self) -> None:
-        """Fail what runs, end all Links, return when no thread of theirs is left."""
+        """Fails running transfers and ends all Links. Returns once all their threads have ended."""
         self._is_closed = True
         await self._doubts.close()
         await self._retries.close()
@@ -154,7 +157,7 @@ class SendLinks:
             place = task = asyncio.create_task(self._dial(key))
             self._links[key] = task
             task.add_done_callback(lambda done: self._on_dialled(key, task))
-        # Shielded: others may wait for the same Link, and a Link half made is worth finishing.
+        # Shielded: other callers may wait for the same Link, and a Link that is being opened is worth finishing.
         return await asyncio.shield(place)
 
     def _on_dialled(self, key: LinkKey, task: asyncio.Task[SendLink]) -> None:
@@ -175,9 +178,9 @@ class SendLinks:
             improving.add_done_callback(self._improving.discard)
 
     async def _open_link(self, key: LinkKey) -> None:
-        """Makes a Link that no request waits for. Raises what `ask` does.
+        """Opens a Link in the background. Raises the errors of `ask`.
 
-        It cannot replace a Link: `_link_to` makes no Link while `_retries` has a failure of the receiver.
+        It cannot replace a Link, because `_link_to` opens no Link while `_retries` has a failure of the receiver.
         """
         link = await self._make(key)
         if self._is_closed:
@@ -187,7 +190,7 @@ class SendLinks:
         self._note_link(key, link)
 
     async def _dial(self, key: LinkKey) -> SendLink:
-        """Makes a Link for a request.
+        """Opens a Link for a request.
 
         Retries in the background after a slow failure or if the payload channel is unreachable.
         """
@@ -208,24 +211,27 @@ class SendLinks:
         place.set_result(link)
 
     def _is_current(self, key: LinkKey, link: SendLink) -> bool:
-        """Whether a caller that wants a Link to that receiver gets this one."""
+        """Returns whether callers that need a Link to that receiver get this Link."""
         place = self._links.get(key)
         if place is None or not place.done() or place.cancelled() or place.exception() is not None:
             return False
         return place.result() is link
 
     def _forget(self, key: LinkKey, link: SendLink) -> None:
-        """The Link is lost. One that has only just been made is forgotten by `_on_dialled`."""
+        """Removes a lost Link. If the Link has only just been opened, `_on_dialled` removes it instead."""
         self._retired.discard(link)
         if self._is_current(key, link):
             del self._links[key]
             self._note_channel(link.receiver_id, None)
 
     async def _improve(self, key: LinkKey, link: SendLink) -> None:
-        """Measure the channels to a receiver and, where another one is better, put a Link over it in its place."""
+        """Measures the channels to a receiver.
+
+        If another channel is better, replaces the Link with a Link over that channel.
+        """
         await asyncio.sleep(probing.AFTER_S)
         if not self._is_current(key, link):
-            return  # The next one has a measurement of its own.
+            return  # the Link that replaced it is measured separately
         try:
             measured = await self.measure(key)
             if not measured.bytes_per_s:
@@ -249,15 +255,15 @@ class SendLinks:
         link.retire()
 
     async def _measure_again(self, key: LinkKey, transport: str) -> probing.Measured:
-        """Measure the channel that is in use with as little traffic as will do. Raises what `measure` does."""
+        """Measures the channel in use with as little traffic as possible. Raises the errors of `measure`."""
         return await self.measure(key, (transport,), most_bytes=probing.RETRY_BYTES)
 
     async def measure(
         self, key: LinkKey, transports: tuple[str, ...] = (), *, most_bytes: int | None = None
     ) -> probing.Measured:
-        """Measures the channels to a receiver, by its address and incarnation, with rounds of `most_bytes` at most.
+        """Measures the channels to a receiver, given its address and incarnation, with rounds of at most `most_bytes`.
 
-        Measures all of them if no `transports` are given. Raises gRPC's error if the receiver cannot be reached,
+        Measures all channels if no `transports` are given. Raises gRPC's error if the receiver cannot be reached,
         NotProven, and the receiver's refusal.
         """
         address, peer_incarnation = key

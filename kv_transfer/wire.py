@@ -1,7 +1,6 @@
-"""The Link over gRPC: messages to and from protobuf, a worker's identity, and the parts that both ends of a stream
-need.
+"""The Link over gRPC: protobuf conversion, the identity of a worker, and the code that both ends of a stream share.
 
-Knows nothing of pages, channels or the state of a transfer.
+Does not depend on pages, channels, or the state of a transfer.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from services.runtime.errors import TransferFailed
 
 SERVICE_NAME = "tandem.v1.Link"
 TICK_S = 0.1
-# Control messages that wait to be written; a peer that lets more pile up does not read.
+# Maximum number of queued control messages. If more pile up, the peer is not reading.
 MAX_OUTBOX = 4096
 _MAX_UINT32 = 2**32 - 1
 logger = logging.getLogger(__name__)
@@ -50,7 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """What a worker is to its peers. `host_id` names the reach of shared memory, `arithmetic` how it computes."""
+    """The identity of a worker for its peers.
+
+    `host_id` identifies the scope of shared memory, `arithmetic` the kernels.
+    """
 
     worker_id: str
     incarnation: str
@@ -63,11 +65,11 @@ class LinkIdentity:
 
 
 class MalformedMessage(TransferFailed):
-    """The peer sent something that no version of this program sends."""
+    """The peer sent a message that no version of this program sends."""
 
 
 class Outbox:
-    """Messages on their way out, in order. Belongs to the event loop's thread."""
+    """Queue of outgoing messages. Belongs to the event loop's thread."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -82,7 +84,7 @@ class Outbox:
         self._queue.put_nowait(message)
 
     def close(self) -> None:
-        """End the stream of messages after those that are queued."""
+        """Ends the stream of messages after the queued messages."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put_nowait(None)
@@ -93,20 +95,23 @@ class Outbox:
 
 
 async def tick_until_cancelled(tick: Callable[[], None]) -> None:
-    """Let a state machine look at the clock several times a second."""
+    """Calls a state machine's `tick` several times a second."""
     while True:
         await asyncio.sleep(TICK_S)
         tick()
 
 
 def note_arithmetic(own: WireLayout, peer: WireLayout, peer_id: str) -> None:
-    """Say it where both sides promise bits of their own and these are not the same. No fault: the pages fit."""
+    """Logs that both sides are exact but compute different bits.
+
+    This is not an error, because the pages are compatible.
+    """
     if own.exact and peer.exact and own.arithmetic != peer.arithmetic:
         logger.info("%s computes with %r, this worker with %r", peer_id, peer.arithmetic, own.arithmetic)
 
 
 def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:
-    """Return the key of the channel that an ack offers; both ends compute the same one.
+    """Returns the key of the channel that an acknowledgement offers. Both ends compute the same key.
 
     Raises MalformedMessage.
     """
@@ -131,7 +136,7 @@ def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:
 
 
 def to_wire(message: Message) -> link_pb2.LinkMessage:
-    """Return the protobuf of a message."""
+    """Returns the protobuf form of a message."""
     match message:
         case Hello():
             return link_pb2.LinkMessage(hello=_hello_to_wire(message))
@@ -170,7 +175,7 @@ def to_wire(message: Message) -> link_pb2.LinkMessage:
 
 
 def from_wire(wire: link_pb2.LinkMessage) -> Message:
-    """Return the message of a protobuf, checked as far as one message alone can be. Raises MalformedMessage."""
+    """Returns the message of a protobuf, with all checks that need no context. Raises MalformedMessage."""
     match wire.WhichOneof("message"):
         case "hello":
             return _hello_from_wire(wire.hello)

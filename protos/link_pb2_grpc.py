@@ -52,16 +52,18 @@ class LinkServicer(object):
     """
 
     def Connect(self, request_iterator, context):
-        """Messages up are the sender's, messages down the receiver's. The first message each way is hello.
+        """Carries messages of the sender in one direction and of the receiver in the other. The first message in each
+        direction is a hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request_iterator, context):
-        """Measures channels before a Link is made. For each channel in turn: hello with those that are not measured yet,
-        hello_ack, frames of no meaning on the channel, and a probed for each round of them. Ends with an abort that says
-        that no channel is left.
+        """Measures channels before a Link is opened. For each channel, the sender sends a hello with the channels that have
+        not been measured, the receiver replies with a hello_ack, the sender posts dummy frames on the channel, and the
+        receiver replies with a probed for each round of frames. The call ends with an abort that reports that no channel
+        is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,7 +150,7 @@ class Link(object):
 
 
 class PrefixesStub(object):
-    """Served by every worker that gives others pages of its cache.
+    """Served by every worker that sends cached pages to other workers.
     """
 
     def __init__(self, channel):
@@ -165,13 +167,13 @@ class PrefixesStub(object):
 
 
 class PrefixesServicer(object):
-    """Served by every worker that gives others pages of its cache.
+    """Served by every worker that sends cached pages to other workers.
     """
 
     def Give(self, request_iterator, context):
-        """Has the pages of a prompt's beginning sent to the caller, over a Link that the called worker makes. One message goes
-        each way; both are streams, so that the called worker has proven itself before it hears any token. It answers when
-        the caller owns the pages. Ending the call ends the transfer.
+        """Sends the pages of a prompt's prefix to the caller, over a Link that the called worker opens. One message is sent
+        in each direction. Both directions are streams, so that the called worker proves its membership before it receives
+        any token. It replies once the caller owns the pages. Ending the call ends the transfer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,7 +196,7 @@ def add_PrefixesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefixes(object):
-    """Served by every worker that gives others pages of its cache.
+    """Served by every worker that sends cached pages to other workers.
     """
 
     @staticmethod

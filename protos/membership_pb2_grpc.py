@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MembershipStub(object):
-    """Served by every worker that asks its callers for the cluster's secret. Anybody may call it.
+    """Served by every worker that requires its callers to know the cluster's secret. Callable without authentication.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class MembershipStub(object):
 
 
 class MembershipServicer(object):
-    """Served by every worker that asks its callers for the cluster's secret. Anybody may call it.
+    """Served by every worker that requires its callers to know the cluster's secret. Callable without authentication.
     """
 
     def Challenge(self, request, context):
-        """Gives a nonce that serves for one call within 5 s.
+        """Returns a nonce that is valid for one call within 5 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_MembershipServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Membership(object):
-    """Served by every worker that asks its callers for the cluster's secret. Anybody may call it.
+    """Served by every worker that requires its callers to know the cluster's secret. Callable without authentication.
     """
 
     @staticmethod

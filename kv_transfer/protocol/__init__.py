@@ -1,4 +1,4 @@
-"""The state machines of the handoff: events and the time go in, actions come out.
+"""State machines of the handoff. They turn events and the current time into actions.
 
 No I/O, no clock, no threads, no tensors, no RPC.
 """

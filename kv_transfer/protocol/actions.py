@@ -1,7 +1,7 @@
-"""What the state machines ask their surroundings to do.
+"""Actions that the state machines request from their caller.
 
-An action is carried out in the order of the list that holds it. Those that take time answer with an event: a call of
-the machine that is named beside them.
+The caller executes the actions of a list in order. Actions that take time complete with an event: a call of the
+machine's method that their docstring names.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ from services.runtime.errors import TandemError
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Write this message to the Link."""
+    """Writes a message to the Link."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class FailLink:
-    """The peer or the channel cannot be trusted: drop both; then call `link_lost(error)`."""
+    """Closes the Link and the channel, because the peer or the channel cannot be trusted.
+
+    Completes with `link_lost(error)`.
+    """
 
     error: TandemError
 
 
 @dataclass(frozen=True, slots=True)
 class RetireLink:
-    """Sender: end the Link, on which no transfer runs. The next transfer makes another one."""
+    """Sender: ends the idle Link. The next transfer opens a new Link."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostChunk:
-    """Sender: put these pages on the channel, in frames from `first_seq` on.
+    """Sender: posts these pages on the channel, in frames numbered from `first_seq`.
 
-    Answer: `chunk_posted`, `chunk_skipped` or `chunk_stale`.
+    Completes with `chunk_posted`, `chunk_skipped`, or `chunk_stale`.
     """
 
     id: TransferId
@@ -48,14 +51,14 @@ class PostChunk:
 
 @dataclass(frozen=True, slots=True)
 class SkipChunks:
-    """Sender: leave out what was not posted yet of this transfer. Each of its chunks is still answered."""
+    """Sender: skips all chunks of this transfer that are not posted. Each of them still completes with an event."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReportGranted:
-    """Sender: the caller may stream; the first `num_cached_tokens` tokens need not be sent."""
+    """Sender: reports that the caller may stream. The receiver already caches the first `num_cached_tokens` tokens."""
 
     id: TransferId
     num_cached_tokens: int
@@ -63,7 +66,7 @@ class ReportGranted:
 
 @dataclass(frozen=True, slots=True)
 class ReportCommitted:
-    """Sender: the handoff is complete."""
+    """Sender: reports that the handoff is complete."""
 
     id: TransferId
     num_pages: int
@@ -72,7 +75,7 @@ class ReportCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailed:
-    """Sender: the transfer failed. Its pages may still be read until ReportReleased."""
+    """Sender: reports that the transfer failed. Its pages may still be read until ReportReleased."""
 
     id: TransferId
     error: TandemError
@@ -80,14 +83,14 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """Sender: nothing reads the transfer's pages from now on. Given exactly once."""
+    """Sender: reports that the transfer's pages are no longer read. Emitted exactly once."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReservePages:
-    """Receiver: set pages aside. Answer: `reserved` or `reserve_failed`."""
+    """Receiver: reserves pages. Completes with `reserved` or `reserve_failed`."""
 
     id: TransferId
     num_tokens: int
@@ -95,9 +98,10 @@ class ReservePages:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Receiver: frames `first_seq` … belong to this chunk; copy them into its pages. Discard them if not `is_wanted`.
+    """Receiver: copies the frames from `first_seq` on into this chunk's pages, or discards them if not `is_wanted`.
 
-    Pages are counted in the sender's page table. Answer, if wanted: `chunk_placed`, `chunk_lost` or `chunk_revoked`.
+    Pages are counted in the sender's page table. If wanted, completes with `placement(event)`, where the event is
+    `ChunkPlaced`, `ChunkLost`, or `ChunkRevoked`.
     """
 
     id: TransferId
@@ -111,14 +115,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Receiver: copy nothing more for this transfer. Each chunk that was to be placed is still answered."""
+    """Receiver: stops copying for this transfer. Each of its pending chunks still completes with an event."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class CommitPages:
-    """Receiver: hand the verified pages over. Answer: `committed` or `commit_failed`."""
+    """Receiver: transfers ownership of the verified pages to the worker.
+
+    Completes with `committed` or `commit_failed`.
+    """
 
     id: TransferId
     first_token_id: int
@@ -127,7 +134,7 @@ class CommitPages:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Receiver: nothing writes to the pages from now on; give them back. Answer: `released`. Given exactly once."""
+    """Receiver: frees the pages, which are no longer written to. Completes with `released`. Emitted exactly once."""
 
     id: TransferId
     error: TandemError
@@ -135,9 +142,9 @@ class ReleasePages:
 
 @dataclass(frozen=True, slots=True)
 class AbandonPages:
-    """Receiver: the sender gave up before it knew of the commit: end what was begun with the pages. No answer.
+    """Receiver: stops the work on committed pages, because the sender gave up before it received the commit.
 
-    May be given more than once.
+    Completes without an event. May be emitted more than once.
     """
 
     id: TransferId
@@ -146,14 +153,14 @@ class AbandonPages:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """Receiver: a newer attempt arrived; abort this older one, on whatever Link it is."""
+    """Receiver: aborts this attempt, on any Link, because a newer attempt arrived."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class ReportEnded:
-    """Receiver: nothing is left of the transfer here. `error` is None after a commit."""
+    """Receiver: reports that the transfer has ended and owns nothing here. `error` is None after a commit."""
 
     id: TransferId
     error: TandemError | None

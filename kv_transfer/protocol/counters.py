@@ -1,4 +1,4 @@
-"""Counts what the protocol refused, dropped or gave up, by reason."""
+"""Counts rejected, dropped, and abandoned messages, frames, and transfers by reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why something was refused or dropped."""
+    """Reason for a rejection or a drop."""
 
     STALE_INCARNATION = "stale_incarnation"
     LAYOUT_MISMATCH = "layout_mismatch"
@@ -35,22 +35,22 @@ class Reason(StrEnum):
 
 
 class Counters:
-    """Counts per Reason. One object serves all Links of a worker.
+    """Counts per Reason. All Links of a worker share one object.
 
-    Only the event loop's thread may count; any thread may read.
+    Only the event loop's thread may count. Any thread may read.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[Reason] = Counter()
 
     def count(self, reason: Reason) -> None:
-        """Count one more."""
+        """Increments the count of a reason."""
         self._counts[reason] += 1
 
     def __getitem__(self, reason: Reason) -> int:
         return self._counts[reason]
 
     def snapshot(self) -> dict[str, int]:
-        """Return all counts that are not zero, by the reason's text."""
-        # A copy is made in one step: the reader may be another thread.
+        """Returns all nonzero counts by the name of the reason."""
+        # The copy is atomic, because the caller may be another thread.
         return {str(reason): count for reason, count in self._counts.copy().items()}

@@ -1,4 +1,4 @@
-"""How an error of the exception tree is named on the Link and becomes an error again on the other side."""
+"""Converts errors to their representation on the Link, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CLASSES: dict[str, type[errors.TandemError]] = {
 
 
 def code_of(error: errors.TandemError) -> str:
-    """Return the name of the nearest class that may travel; subclasses of our own are named as their parent."""
+    """Returns the name of the error's nearest base class that the protocol supports, or "TransferFailed"."""
     for cls in type(error).__mro__:
         if cls.__name__ in _CLASSES and _CLASSES[cls.__name__] is cls:
             return cls.__name__
@@ -41,15 +41,15 @@ def code_of(error: errors.TandemError) -> str:
 
 
 def abort_of(transfer_id: TransferId | None, error: errors.TandemError) -> Abort:
-    """Return the message that tells a peer of an error: its class, its text, and when asking again may help."""
+    """Returns the message that reports an error to the peer: its class, its message, and the delay before a retry."""
     retry_after_s = min(max(0.0, error.retry_after_s or 0.0), _MAX_RETRY_AFTER_S)
     return Abort(transfer_id, code_of(error), error.message, math.ceil(retry_after_s * 1000))
 
 
 def peer_error_from(abort: Abort) -> errors.TandemError:
-    """Returns the error that a peer named, as this side reports it to others.
+    """Returns the error that a peer sent, as this side reports it to others.
 
-    WorkerUnavailable becomes TransferFailed, since it would mean that the reporting side itself is unavailable.
+    WorkerUnavailable becomes TransferFailed, because it would mean that the reporting side itself is unavailable.
     """
     error = error_from(abort)
     is_about_peer = isinstance(error, errors.WorkerUnavailable) and not isinstance(error, errors.StaleIncarnation)
@@ -57,7 +57,7 @@ def peer_error_from(abort: Abort) -> errors.TandemError:
 
 
 def error_from(abort: Abort) -> errors.TandemError:
-    """Return the error that a peer named; an unknown name is a TransferFailed."""
+    """Returns the error that a peer sent. An unknown class becomes TransferFailed."""
     error = _CLASSES.get(abort.code, errors.TransferFailed)(abort.message)
     if abort.retry_after_ms:
         error.retry_after_s = abort.retry_after_ms / 1000

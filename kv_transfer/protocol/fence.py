@@ -1,6 +1,6 @@
-"""Remembers which attempt of each request counts, so that anything older is kept out for good.
+"""Records the current attempt of each request, so that older attempts are rejected.
 
-One fence serves all Links of a receiver, because attempts of one request come from different senders.
+All Links of a receiver share one fence, because the attempts of a request may arrive from different senders.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kv_transfer.protocol.messages import TransferId
 
-# A worker would have to see this many other requests before it forgot one; attempts of a request follow in seconds.
+# The fence forgets a request only after this many other requests, and attempts of one request follow within seconds.
 DEFAULT_CAPACITY = 65_536
 
 
@@ -23,21 +23,21 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Admittance:
-    """Whether an attempt may begin, and the older one that it ends."""
+    """Whether an attempt may start, and the older attempt that it supersedes."""
 
     is_current: bool
     superseded: TransferId | None = None
 
 
 class Fence:
-    """The highest attempt seen per request. Never forgets one that runs."""
+    """The highest attempt seen for each request. Never forgets a running attempt."""
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def enter(self, transfer_id: TransferId) -> Admittance:
-        """An attempt wants to begin. Each attempt may do so once."""
+        """Admits an attempt if it is newer than all attempts seen. Each attempt can enter only once."""
         entry = self._entries.get(transfer_id.request_id)
         if entry is not None and transfer_id.attempt <= entry.attempt:
             return Admittance(is_current=False)
@@ -46,20 +46,20 @@ class Fence:
         return Admittance(is_current=True, superseded=superseded)
 
     def leave(self, transfer_id: TransferId, *, is_committed: bool) -> None:
-        """An attempt ended."""
+        """Records that an attempt has ended."""
         entry = self._entries.get(transfer_id.request_id)
         if entry is not None and entry.attempt == transfer_id.attempt:
             entry.is_running = False
             entry.is_committed = is_committed
 
     def close(self, transfer_id: TransferId) -> None:
-        """Keep an attempt out that has not begun here: it was cancelled."""
+        """Rejects an attempt that has not started here, because it was cancelled."""
         entry = self._entries.get(transfer_id.request_id)
         if entry is None or transfer_id.attempt > entry.attempt:
             self._remember(transfer_id, is_running=False)
 
     def is_committed(self, transfer_id: TransferId) -> bool:
-        """Whether this very attempt ended in a commit."""
+        """Returns whether exactly this attempt was committed."""
         entry = self._entries.get(transfer_id.request_id)
         return entry is not None and entry.attempt == transfer_id.attempt and entry.is_committed
 

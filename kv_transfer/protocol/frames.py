@@ -1,8 +1,8 @@
-"""Which frames of a channel may be written into which pages right now.
+"""Decides which frames of a channel may be written into which pages at this moment.
 
-The receiver's machine puts in a `Place` per chunk and revokes it; the reader of the channel asks before it copies a
-frame and tells when the copy has ended. Between the two answers a revoked chunk still counts as written to. Pure and
-without locks: the owner serialises the calls.
+The receiver's state machine adds a `Place` for each chunk and can revoke it. The thread that reads the channel calls
+`begin` before it copies a frame, and `finish` after the copy. Between the two calls, a revoked chunk still counts as
+being written to. Pure and without locks: the owner serializes the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kv_transfer.protocol.messages import TransferId, chain_digest
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaced:
-    """All frames of the chunk were verified and copied. `digest` chains those of its frames."""
+    """All frames of the chunk were verified and copied. `digest` is the chain of the frame digests."""
 
     id: TransferId
     chunk_index: int
@@ -27,7 +27,7 @@ class ChunkPlaced:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """The chunk can no longer be completed, and nothing more is written for it."""
+    """The chunk cannot be completed. No more of it is written."""
 
     id: TransferId
     chunk_index: int
@@ -36,7 +36,7 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRevoked:
-    """After a Revoke, or because the sender left the chunk out: nothing more is written for it."""
+    """The chunk was revoked, or skipped by the sender. No more of it is written."""
 
     id: TransferId
     chunk_index: int
@@ -47,19 +47,22 @@ PlacementEvent: TypeAlias = ChunkPlaced | ChunkLost | ChunkRevoked
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No chunk claims the frame yet: its header is still on the way. Ask again after the next `add`."""
+    """No chunk claims the frame yet, because its header is still in transit. Call again after the next `add`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Do not copy the frame. `reason` is None where an event says it already."""
+    """The frame must be discarded. `reason` is None if an event already reports the cause."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy the frame, if its checksum is right: it holds pages `first_page` … of the sender. Then call `finish`."""
+    """The frame may be copied if its digest is correct. After the copy, call `finish`.
+
+    The frame holds `num_pages` pages, from page `first_page` of the sender's page table on.
+    """
 
     id: TransferId
     first_page: int
@@ -83,9 +86,9 @@ class _Ticket:
 
 
 class PlacementTable:
-    """The chunks that the channel still owes, in the order of their frames.
+    """The chunks whose frames the channel has yet to deliver, in the order of their frames.
 
-    `frame_pages` pages of `page_bytes` travel in a frame; the last frame of a chunk may hold fewer.
+    Each frame carries `frame_pages` pages of `page_bytes`. The last frame of a chunk may carry fewer.
     """
 
     def __init__(self, *, frame_pages: int, page_bytes: int) -> None:
@@ -101,7 +104,7 @@ class PlacementTable:
         return len(self._tickets)
 
     def add(self, place: Place) -> list[PlacementEvent]:
-        """A header claimed frames. If they went by already, the chunk is lost."""
+        """Registers the frames that a chunk header claims. If they have already passed, the chunk is lost."""
         ticket = _Ticket(place.first_seq, place, place.is_wanted)
         self._end_seq = max(self._end_seq, ticket.end_seq)
         if self._is_closed:
@@ -112,7 +115,10 @@ class PlacementTable:
         return []
 
     def revoke(self, transfer_id: TransferId) -> list[PlacementEvent]:
-        """Copy nothing more for this transfer. A frame that is being copied now is answered for by `finish`."""
+        """Stops copying for this transfer.
+
+        If one of its frames is being copied, `finish` reports that frame's chunk.
+        """
         events: list[PlacementEvent] = []
         for ticket in self._tickets:
             if ticket.place.id == transfer_id and ticket.is_wanted:
@@ -122,9 +128,9 @@ class PlacementTable:
         return events
 
     def begin(self, seq: int, num_bytes: int) -> tuple[Verdict, list[PlacementEvent]]:
-        """A frame waits in the ring. After a Write no other frame may begin before `finish`.
+        """Decides about the frame that waits in the ring. After a Write, no other frame may begin before `finish`.
 
-        An empty frame stands for the rest of its chunk, which the sender left out.
+        An empty frame stands for the rest of its chunk, which the sender skipped.
         """
         if seq <= self._last_seq:
             return Drop(Reason.REPLAYED_FRAME), []
@@ -139,7 +145,8 @@ class PlacementTable:
         offset = seq - ticket.first_seq
         first_page = offset * self._frame_pages
         num_pages = min(self._frame_pages, ticket.place.num_pages - first_page)
-        # A chunk that is lost here is counted by its event; one that was given up before, by the frame.
+        # Count each dropped frame once: a chunk lost here is counted by its event, and a revoked chunk by its late
+        # frames.
         verdict: Verdict = Drop(None if ticket.is_wanted else Reason.LATE_FRAME)
         if ticket.is_wanted and offset != len(ticket.digests):
             events += self._lose(ticket, Reason.LOST_FRAME)
@@ -152,15 +159,15 @@ class PlacementTable:
         return verdict, events
 
     def can_be_claimed(self, seq: int, num_bytes: int) -> bool:
-        """Whether the header of a frame that has to wait can still come.
+        """Returns whether the header of a waiting frame can still arrive.
 
-        Neither numbers nor headers leave a gap, so it claims what follows the last claim; only an empty frame has the
-        number of its chunk's end.
+        Frame numbers and headers have no gaps, so the next header claims the frames right after the last claim. Only an
+        empty frame can have a higher number, because it has the last number of its chunk.
         """
         return num_bytes == 0 or seq <= self._end_seq
 
     def finish(self, seq: int, digest: bytes | None, fault: Reason = Reason.CHECKSUM_MISMATCH) -> list[PlacementEvent]:
-        """The copy of a frame ended. `digest` is None if nothing was copied, because of `fault`."""
+        """Records the end of a frame's copy. `digest` is None if the frame was not copied, because of `fault`."""
         ticket = self._tickets[0]
         place = ticket.place
         ticket.is_busy = False
@@ -173,7 +180,7 @@ class PlacementTable:
         return [ChunkPlaced(place.id, place.chunk_index, chain_digest(ticket.digests))] if is_last else []
 
     def close(self) -> list[PlacementEvent]:
-        """The channel is gone and nothing is being copied: answer for all that is left."""
+        """Revokes all remaining chunks after the channel has closed and all copies have ended."""
         events: list[PlacementEvent] = [
             ChunkRevoked(ticket.place.id, ticket.place.chunk_index)
             for ticket in self._tickets

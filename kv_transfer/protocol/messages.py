@@ -1,6 +1,6 @@
-"""What the two sides of a handoff say to each other on the Link, as plain data.
+"""Messages of the Link, as plain data.
 
-Knows nothing of protobuf, sockets or tensors; `kv_transfer.wire` translates. docs/protocol.md tells the whole story.
+Does not depend on protobuf, sockets, or tensors; `kv_transfer.wire` translates. See docs/protocol.md for the protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xxhash
 PROTOCOL_VERSION = 2
 DIGEST_BYTES = 16
 TOKEN_BYTES = 32
-# A page larger than this is a broken or hostile layout, refused before any memory is taken.
+# A larger page indicates a broken or hostile layout. It is rejected before any memory is allocated.
 MAX_PAGE_BYTES = 256 * 2**20
 MAX_REQUEST_ID_CHARS = 256
 MAX_ARITHMETIC_CHARS = 256
@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TransferId:
-    """One try of a transfer. Attempts count from 1."""
+    """One attempt of a transfer. Attempts are numbered from 1."""
 
     request_id: str
     attempt: int
@@ -35,11 +35,11 @@ class TransferId:
 
 @dataclass(frozen=True, slots=True)
 class WireLayout:
-    """Shape of one side's pages, in words that travel. `dtype` is a key of DTYPE_BYTES.
+    """Shape of one side's pages, in the form that is sent to the peer. `dtype` is a key of DTYPE_BYTES.
 
-    `arithmetic` names how one side computes: two that are `exact` and have the same one compute the same bits.
-    `tensor_parallel` and `pipeline_parallel` say how many processes compute a layer and how many stages there are (0:
-    unknown); pages are whole whatever they are.
+    `arithmetic` names the numeric kernels: two workers that are `exact` and have the same arithmetic compute the same
+    bits. `tensor_parallel` is the number of processes that share a layer, and `pipeline_parallel` the number of stages.
+    A value of 0 means unknown. Neither affects the pages, which always contain all heads and layers.
     """
 
     fingerprint: str
@@ -55,17 +55,18 @@ class WireLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
+        """Size of one page, in bytes."""
         return self.num_kv_heads * self.num_layers * 2 * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Returns the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def difference(self, other: WireLayout) -> str:
-        """What keeps pages of one from becoming pages of the other; empty: nothing does.
+        """Returns why pages of one layout cannot be used with the other layout, or an empty string if they can.
 
-        All but page size and exactness must be equal. Two engines, or one in two builds, have different fingerprints.
+        Everything except page size and exactness must be equal. Two engines have different fingerprints, and so do two
+        builds of one engine.
         """
         names = ("dtype", "num_kv_heads", "num_layers", "head_dim")
         found = [
@@ -84,9 +85,9 @@ class WireLayout:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The sender introduces itself. `transports` are those it can send on, best first.
+    """The sender's introduction. `transports` lists the transports it can send on, best first.
 
-    `host_id`, `gpu_id` and `nccl` say where its pages are: see transports.registry.Reach.
+    `host_id`, `gpu_id`, and `nccl` locate its pages; see transports.registry.Reach.
     """
 
     worker_id: str
@@ -103,9 +104,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """The receiver accepts the pair and describes how to open the channel.
+    """The receiver's acceptance of the pair, and the parameters for opening the channel.
 
-    The sender's proof on the channel is followed by `padding_bytes` of padding, if the hello offered that.
+    `padding_bytes` of padding follow the sender's proof on the channel if the hello offered padding.
     """
 
     worker_id: str
@@ -122,9 +123,9 @@ class HelloAck:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Asks for the pages of `num_tokens` tokens. `deadline_ms` is the time the request has left.
+    """Requests pages for `num_tokens` tokens. `deadline_ms` is the time left until the request's deadline.
 
-    A prefill worker hands over a prompt, a decode worker a prompt and all tokens that it emitted but the last.
+    A prefill worker hands over a prompt. A decode worker hands over a prompt and all emitted tokens except the last.
     """
 
     id: TransferId
@@ -134,7 +135,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Pages are set aside. The first `num_cached_tokens` tokens are cached already and are not sent."""
+    """The pages are reserved. The first `num_cached_tokens` tokens are already cached and must not be sent."""
 
     id: TransferId
     num_cached_tokens: int
@@ -142,9 +143,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """Announces pages that follow on the channel in frames `channel_seq`, `channel_seq + 1`, …
+    """Announces pages that follow on the channel in the frames `channel_seq`, `channel_seq + 1`, …
 
-    Pages are counted in the sender's page table. How many pages a frame holds follows from the ring slot's size.
+    Pages are counted in the sender's page table. The ring slot size determines how many pages a frame carries.
     """
 
     id: TransferId
@@ -157,7 +158,7 @@ class ChunkHeader:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """All was sent: the manifest, and what decoding needs to continue."""
+    """The sender's manifest, sent after all pages, with the values that decoding needs to continue."""
 
     id: TransferId
     num_chunks: int
@@ -171,16 +172,18 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everything was verified and is the receiver's."""
+    """The receiver has verified the pages and owns them."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The transfer is over without a commit. `code` names an error class. Without an id it refuses the whole Link.
+    """The transfer ended without a commit. `code` names an error class.
 
-    `retry_after_ms` is the time after which it may be worth asking again; 0 is unknown.
+    Without an ID, the message rejects the whole Link.
+
+    `retry_after_ms` is the recommended delay before a retry, or 0 if unknown.
     """
 
     id: TransferId | None
@@ -191,24 +194,27 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
-    """The abort was seen, and nothing is held for the transfer from now on."""
+    """Acknowledges an abort. The side that sends it no longer holds anything for the transfer."""
 
     id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Alive."""
+    """Sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Asks the sender to end an idle Link. A sender that has begun a transfer on it ignores the message."""
+    """Requests that the sender end an idle Link.
+
+    A sender that has started a transfer on the Link ignores the message.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The receiver has taken this number of bytes of a probe's frames."""
+    """Reports that the receiver has consumed this number of bytes of a probe's frames."""
 
     num_bytes: int
 
@@ -230,12 +236,12 @@ Message: TypeAlias = (
 
 
 def pages_per_frame(page_bytes: int, slot_bytes: int) -> int:
-    """Return how many whole pages of the sender travel in one frame; both sides must agree on it."""
+    """Returns the number of the sender's whole pages in one frame. Both sides must compute the same number."""
     return max(1, slot_bytes // page_bytes)
 
 
 def chain_digest(digests: Iterable[bytes]) -> bytes:
-    """Return the digest over the digests of a chunk's frames, in order."""
+    """Returns the digest over the digests of a chunk's frames, in order."""
     state = xxhash.xxh3_128()
     for digest in digests:
         state.update(digest)
@@ -243,9 +249,9 @@ def chain_digest(digests: Iterable[bytes]) -> bytes:
 
 
 def seal_digest(seal: Seal, chunks: Iterable[tuple[int, int, bytes]]) -> bytes:
-    """Return the digest over all that a seal says but its own digest, and (first page, pages, digest) of each chunk.
+    """Returns the digest over all fields of a seal except its digest, and (first page, pages, digest) of each chunk.
 
-    Where the pages lie and which token continues from them matter as much as what is in them.
+    It covers the position of the pages and the next token because both matter as much as the content of the pages.
     """
     state = xxhash.xxh3_128(seal.id.request_id.encode())
     counts = (seal.num_chunks, seal.num_pages, seal.num_bytes, seal.num_tokens)

@@ -1,6 +1,7 @@
-"""The receiving side of a Link as a state machine, over the transfers of `receiver_transfer`.
+"""State machine for the receiving side of a Link. `receiver_transfer` has the machine for each transfer.
 
-Does no I/O and reads no clock: events and the time go in, actions come out. Knows nothing of tensors, threads or RPC.
+Does no I/O and reads no clock: turns events and the current time into actions. Does not depend on tensors, threads, or
+RPC.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from kv_transfer.protocol.receiver_transfer import LinkTerms, ReceiverState, Rec
 from kv_transfer.protocol.timing import Liveness, Timeouts
 from services.runtime.errors import TandemError, TransferFailed, TransferStalled
 
-# Wrong checksums that one channel may deliver before it is given up for all transfers.
+# Number of checksum mismatches on one channel after which all its transfers fail.
 MAX_CHECKSUM_MISMATCHES = 3
 
 
 class ReceiverLink:
-    """All transfers of one Link at the receiver, the claims on its channel, and whether the peer lives.
+    """All transfers of one Link at the receiver, the claims on its channel, and the liveness of the peer.
 
-    After `link_lost` only answers to actions that are under way are expected.
+    After `link_lost`, only the events that complete pending actions are expected.
     """
 
     def __init__(self, *, terms: LinkTerms, fence: Fence, timeouts: Timeouts, counters: Counters, now: float) -> None:
@@ -57,20 +58,20 @@ class ReceiverLink:
         self._num_checksum_mismatches = 0
         self.lost: TandemError | None = None
         self.is_retiring = False
-        """Whether the sender was asked to end the Link and has begun no transfer since."""
+        """Whether the sender was requested to end the Link and has started no transfer since."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer runs."""
+        """Whether no transfer is running."""
         return not self._transfers
 
     @property
     def transfers(self) -> tuple[ReceiverTransfer, ...]:
-        """Those that are not over."""
+        """The transfers that have not ended."""
         return tuple(self._transfers.values())
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Something arrived on the Link."""
+        """Handles a message from the sender."""
         self._liveness.heard(now)
         match message:
             case Heartbeat():
@@ -88,15 +89,15 @@ class ReceiverLink:
                 return [FailLink(TransferFailed(f"the sender sent {type(message).__name__} out of turn"))]
 
     def reserved(self, transfer_id: TransferId, num_pages: int, num_cached_tokens: int) -> list[Action]:
-        """Answer to ReservePages."""
+        """Completes ReservePages."""
         return self._step(transfer_id, self._transfers[transfer_id].on_reserved(num_pages, num_cached_tokens))
 
     def reserve_failed(self, transfer_id: TransferId, error: TandemError) -> list[Action]:
-        """Answer to ReservePages."""
+        """Completes ReservePages with an error."""
         return self._step(transfer_id, self._transfers[transfer_id].on_reserve_failed(error))
 
     def placement(self, event: PlacementEvent) -> list[Action]:
-        """Answer to Place: `ChunkPlaced`, `ChunkLost` or `ChunkRevoked`."""
+        """Completes Place with `ChunkPlaced`, `ChunkLost`, or `ChunkRevoked`."""
         actions = self._step(event.id, self._transfers[event.id].on_placement(event))
         if isinstance(event, ChunkLost) and event.reason is Reason.CHECKSUM_MISMATCH:
             self._num_checksum_mismatches += 1
@@ -105,31 +106,34 @@ class ReceiverLink:
         return actions
 
     def committed(self, transfer_id: TransferId) -> list[Action]:
-        """Answer to CommitPages."""
+        """Completes CommitPages."""
         return self._step(transfer_id, self._transfers[transfer_id].on_committed())
 
     def commit_failed(self, transfer_id: TransferId, error: TandemError) -> list[Action]:
-        """Answer to CommitPages."""
+        """Completes CommitPages with an error."""
         return self._step(transfer_id, self._transfers[transfer_id].on_commit_failed(error))
 
     def released(self, transfer_id: TransferId) -> list[Action]:
-        """Answer to ReleasePages."""
+        """Completes ReleasePages."""
         return self._step(transfer_id, self._transfers[transfer_id].on_released())
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> list[Action]:
-        """Our own side gives a transfer up. Idempotent; unknown transfers are over already."""
+        """Aborts a transfer on behalf of this side. Idempotent. Unknown transfers have already ended."""
         transfer = self._transfers.get(transfer_id)
         return [] if transfer is None else self._step(transfer_id, transfer.fail(error))
 
     def retire(self) -> list[Action]:
-        """Asks the sender to end the Link, if no transfer runs here. Only the sender knows of one that it has begun."""
+        """Requests that the sender end the Link, if no transfer runs here.
+
+        Only the sender can know of a transfer in transit.
+        """
         if self._transfers or self.lost is not None:
             return []
         self.is_retiring = True
         return [Send(Retire())]
 
     def link_lost(self, error: TandemError) -> list[Action]:
-        """The stream or the channel broke, or the peer fell silent: every transfer fails. Idempotent."""
+        """Fails every transfer, because the stream or the channel broke, or the peer fell silent. Idempotent."""
         if self.lost is not None:
             return []
         self.lost = error
@@ -141,14 +145,14 @@ class ReceiverLink:
         return actions
 
     def channel_ended(self) -> list[Action]:
-        """After `link_lost`: the thread that placed frames has ended, and no page is written to."""
+        """Handles the end of the thread that placed frames, after `link_lost`. No page is written to from now on."""
         actions: list[Action] = []
         for transfer_id, transfer in list(self._transfers.items()):
             actions += self._step(transfer_id, transfer.on_channel_ended())
         return actions
 
     def tick(self, now: float, num_frames_seen: int) -> list[Action]:
-        """Look at the clock; call it several times a second. `num_frames_seen` grows when the channel moves."""
+        """Checks timeouts. Call it several times a second. `num_frames_seen` grows while the channel makes progress."""
         if self.lost is not None:
             return []
         if self._liveness.is_silent(now):
@@ -215,9 +219,9 @@ class ReceiverLink:
         if transfer is not None:
             return self._step(message.id, transfer.on_abort(message))
         if self._fence.is_committed(message.id):
-            # It crossed our Committed: for the sender, and the caller that asked it, the transfer has failed.
+            # The abort crossed our Committed: for the sender and its caller, the transfer has failed.
             return [AbandonPages(message.id, peer_error_from(message)), Send(AbortAck(message.id))]
-        # It may overtake nothing on the Link, so a Reserve of this attempt that comes later is a replay.
+        # Messages on the Link stay in order, so a later Reserve of this attempt is a replay.
         self._fence.close(message.id)
         return [Send(AbortAck(message.id))]
 
@@ -237,7 +241,7 @@ class ReceiverLink:
 
 
 def link_fault(hello: Hello, *, layout: WireLayout, incarnation: str, protocol_version: int) -> Reason | None:
-    """Return why this sender must not be paired with us, or None if it may."""
+    """Returns why this sender must be rejected, or None if the pair is valid."""
     if hello.peer_incarnation != incarnation:
         return Reason.STALE_INCARNATION
     if hello.protocol_version != protocol_version or hello.layout.difference(layout):

@@ -1,7 +1,7 @@
-"""One transfer at the receiver as a state machine: its reservation, its chunks, its seal and its end.
+"""State machine for one transfer at the receiver: its reservation, its chunks, its seal, and its end.
 
-Does no I/O and reads no clock: events and the time go in, actions come out. Knows nothing of tensors, threads or RPC,
-nor of other transfers of its Link.
+Does no I/O and reads no clock: turns events and the current time into actions. Does not depend on tensors, threads,
+RPC, or other transfers of its Link.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from services.runtime.errors import DeadlineExceeded, TandemError, TransferFaile
 
 
 class ReceiverState(Enum):
-    """Where a transfer stands at the receiver."""
+    """State of a transfer at the receiver."""
 
     RESERVING = auto()
     STREAMING = auto()
@@ -54,7 +54,7 @@ _ENDED = frozenset({ReceiverState.COMMITTED, ReceiverState.FAILED})
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What both sides agreed on when the Link was made."""
+    """The parameters that both sides agreed on when the Link was opened."""
 
     sender: WireLayout
     receiver: WireLayout
@@ -62,19 +62,19 @@ class LinkTerms:
 
     @property
     def frame_pages(self) -> int:
-        """Pages of the sender in one frame."""
+        """Number of the sender's pages in one frame."""
         return pages_per_frame(self.sender.page_bytes, self.slot_bytes)
 
     def usable_prefix(self, num_cached_tokens: int) -> int:
-        """Return the part of a cached prefix that ends on a page border of both sides."""
+        """Returns the length of the cached prefix, rounded down to a page boundary of both sides."""
         return num_cached_tokens - num_cached_tokens % lcm(self.sender.page_size, self.receiver.page_size)
 
 
 class ReceiverTransfer:
-    """One transfer. The reserved pages may be written to as long as a chunk is `outstanding` at the channel.
+    """One transfer. The reserved pages may be written to while a chunk is `outstanding` at the channel.
 
-    They are released once, when no chunk is, and never after `CommitPages` succeeded. The worker owes an answer to
-    each question within `worker_s`; one that comes later is taken all the same, so that no page is lost.
+    They are released exactly once, when no chunk is outstanding, and never after a successful `CommitPages`. The worker
+    must complete each requested action within `worker_s`. A late completion is still processed, so that no page leaks.
     """
 
     def __init__(self, reserve: Reserve, terms: LinkTerms, counters: Counters, now: float, *, worker_s: float) -> None:
@@ -100,11 +100,11 @@ class ReceiverTransfer:
         self._given_up: TandemError | None = None
 
     def start(self) -> list[Action]:
-        """Ask the worker for pages."""
+        """Requests pages from the worker."""
         return [self._ask("reserve", ReservePages(self.id, self.num_tokens))]
 
     def on_reserved(self, num_pages: int, num_cached_tokens: int) -> list[Action]:
-        """The worker set pages aside; if the transfer failed meanwhile, they go straight back."""
+        """Handles the reservation. If the transfer has failed in the meantime, releases the pages immediately."""
         self._question = None
         self._holds_pages = True
         if self.state is ReceiverState.FAILED:
@@ -112,14 +112,14 @@ class ReceiverTransfer:
         if num_pages * self._terms.receiver.page_size < self.num_tokens or num_cached_tokens > self.num_tokens:
             return self.fail(TransferFailed("the reservation does not hold the tokens"))
         self.state = ReceiverState.STREAMING
-        # Only now that the worker accepted the size is memory taken in proportion to it.
+        # Allocate memory in proportion to the transfer's size only now that the worker has accepted the size.
         self._covered = bytearray(self._terms.sender.num_pages_for(self.num_tokens))
         self._num_cached_tokens = self._terms.usable_prefix(num_cached_tokens)
         self._mark_covered(0, self._num_cached_tokens // self._terms.sender.page_size)
         return [self._granted()]
 
     def on_reserve_failed(self, error: TandemError) -> list[Action]:
-        """The worker has no pages for it."""
+        """Fails the transfer, because the worker could not reserve pages."""
         self._question = None
         if self.state is ReceiverState.FAILED:
             return self._end()
@@ -128,16 +128,16 @@ class ReceiverTransfer:
         return [Send(abort_of(self.id, error)), *self._end()]
 
     def on_reserve(self, message: Reserve) -> list[Action]:
-        """An attempt asks again: the answer is the same, nothing is set aside twice."""
+        """Handles a duplicate Reserve. Repeats the grant and reserves nothing twice."""
         self._counters.count(Reason.DUPLICATE_RESERVE)
         if self.state is ReceiverState.STREAMING and message.num_tokens == self.num_tokens:
             return [self._granted()]
         return []
 
     def on_chunk(self, header: ChunkHeader, *, is_fresh: bool) -> list[Action]:
-        """A chunk is announced. `is_fresh` says that no earlier header claimed its frames.
+        """Handles a chunk header. `is_fresh` means that no earlier header claimed its frames.
 
-        Whatever happens to the transfer, the frames of a fresh header are claimed, so that the channel continues.
+        The frames of a fresh header are claimed in every state of the transfer, so that the channel makes progress.
         """
         if self._headers.get(header.chunk_index) == header:
             self._counters.count(Reason.DUPLICATE_CHUNK)
@@ -156,7 +156,7 @@ class ReceiverTransfer:
         return [self._place(header, is_wanted=True)]
 
     def on_placement(self, event: PlacementEvent) -> list[Action]:
-        """The channel answered for a chunk."""
+        """Handles the result for a chunk from the channel."""
         self._num_outstanding -= 1
         match event:
             case ChunkPlaced():
@@ -167,11 +167,12 @@ class ReceiverTransfer:
                 error = TransferFailed(f"chunk {event.chunk_index} did not arrive whole: {event.reason}")
                 return self.fail(error) + self._release_when_idle()
             case ChunkRevoked():
-                # Without a revocation of ours the sender gave up or the channel broke; its abort or link_lost says why.
+                # If we did not revoke the chunk, the sender gave up or the channel broke. Its abort or `link_lost`
+                # carries the reason.
                 return self._commit_when_complete() + self._release_when_idle()
 
     def on_seal(self, seal: Seal) -> list[Action]:
-        """The manifest arrived; it is checked when every chunk that was announced is in place."""
+        """Handles the manifest. It is verified once every announced chunk is placed."""
         if self.state is not ReceiverState.STREAMING or self._seal is not None:
             self._counters.count(Reason.LATE_MESSAGE)
             return []
@@ -179,9 +180,10 @@ class ReceiverTransfer:
         return self._commit_when_complete()
 
     def on_committed(self) -> list[Action]:
-        """The worker took the pages over; from here on they are its own.
+        """Handles the worker's takeover of the pages, which the worker owns from now on.
 
-        A sender that gave up meanwhile has told of a failure, or was told of one; so it stays one.
+        If the transfer was given up during the commit, one side has already reported the failure to the other. Then it
+        stays failed for the sender, and the worker must abandon the pages.
         """
         self._question = None
         self.state = ReceiverState.COMMITTED
@@ -190,13 +192,13 @@ class ReceiverTransfer:
         return [outcome, *self._end()]
 
     def on_commit_failed(self, error: TandemError) -> list[Action]:
-        """The worker would not take the pages."""
+        """Fails the transfer, because the worker rejected the pages."""
         self._question = None
         self.state = ReceiverState.STREAMING
         return self.fail(self._given_up or error, tell_peer=self._given_up is None)
 
     def on_abort(self, message: Abort) -> list[Action]:
-        """The sender gave up. It is told when nothing is held for it."""
+        """Handles an abort from the sender. Acknowledges it after the reserved pages are released."""
         self._owes_ack = True
         error = peer_error_from(message)
         if self.state is ReceiverState.COMMITTING:
@@ -205,19 +207,19 @@ class ReceiverTransfer:
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Nothing is placed from now on. Chunks that were not answered for, which should not be, are not waited for."""
+        """Handles the end of the channel. Does not wait for chunks without a result, which are unexpected."""
         self._num_outstanding = 0
         return self._release_when_idle()
 
     def on_released(self) -> list[Action]:
-        """The pages are back."""
+        """Ends the transfer after its pages are released."""
         self._question = None
         return self._end()
 
     def fail(self, error: TandemError, *, tell_peer: bool = True) -> list[Action]:
-        """Give up, from whatever side the reason came. Idempotent.
+        """Fails the transfer, for a reason from any side. Idempotent.
 
-        While the worker takes the pages over it is too late: what it answers stands.
+        Has no effect while the worker commits the pages: then the worker's result decides.
         """
         if self.state in _ENDED or self.state is ReceiverState.COMMITTING:
             return []
@@ -228,7 +230,7 @@ class ReceiverTransfer:
         return actions + self._release_when_idle()
 
     def tick(self, now: float) -> list[Action]:
-        """Look at the clock."""
+        """Checks timeouts."""
         actions = self._judge_worker(now)
         if self.state in _ENDED or self.state is ReceiverState.COMMITTING or now < self._deadline:
             return actions
@@ -237,19 +239,20 @@ class ReceiverTransfer:
 
     @property
     def awaits_payload(self) -> bool:
-        """Whether the channel owes something to it."""
+        """Whether the channel has yet to deliver payload for this transfer."""
         return self._num_outstanding > 0
 
     def _ask(self, question: str, action: Action) -> Action:
-        """The worker owes an answer from now on; the next tick says when that was."""
+        """Starts waiting for the worker to complete the action. The next tick records the start time."""
         self._question, self._asked_at = question, None
         return action
 
     def _judge_worker(self, now: float) -> list[Action]:
-        """Give up, once, if the worker owes an answer for too long.
+        """Fails the transfer, once, if the worker takes too long to complete an action.
 
-        Where it takes the pages over, the sender is told, and a commit that still succeeds is abandoned. Pages that it
-        does not give back stay a transfer's that is not over: nobody waits for it, and nobody says that they are free.
+        During a commit, notifies the sender of the failure. A commit that still succeeds later is then abandoned. If
+        the worker does not release the pages, the transfer never ends. No peer waits for such a transfer, and its pages
+        are never reported as free.
         """
         if self._question is None:
             return []
@@ -331,7 +334,7 @@ class ReceiverTransfer:
 
 
 def place_for(header: ChunkHeader, terms: LinkTerms, *, is_wanted: bool) -> Place:
-    """Return the claim of a header on its frames."""
+    """Returns the action that claims the header's frames."""
     return Place(
         id=header.id,
         chunk_index=header.chunk_index,

@@ -1,6 +1,7 @@
-"""The sending side of a Link as a state machine: one `SenderTransfer` per transfer, one `SenderLink` over them.
+"""State machines for the sending side of a Link: `SenderTransfer` for one transfer, `SenderLink` for all of them.
 
-Does no I/O and reads no clock: events and the time go in, actions come out. Knows nothing of tensors, threads or RPC.
+Does no I/O and reads no clock: turns events and the current time into actions. Does not depend on tensors, threads, or
+RPC.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from services.runtime.errors import DeadlineExceeded, TandemError, TransferFaile
 
 
 class SenderState(Enum):
-    """Where a transfer stands at the sender."""
+    """State of a transfer at the sender."""
 
     RESERVING = auto()
     STREAMING = auto()
-    SEALING = auto()  # all pages are queued; the manifest waits for the last one to be on the channel
+    SEALING = auto()  # all pages are queued; the manifest waits until the last page is posted
     SEALED = auto()
     COMMITTED = auto()
     FAILED = auto()
@@ -63,9 +64,9 @@ class _SealRequest:
 
 
 class SenderTransfer:
-    """One transfer. Chunks it posted are `outstanding` until the channel answered for each of them.
+    """One transfer. A posted chunk is `outstanding` until the channel reports its result.
 
-    The pages may be read as long as a chunk is outstanding, whatever the state, so `ReportReleased` waits for that.
+    The pages may be read in any state while a chunk is outstanding, so `ReportReleased` waits until none is.
     """
 
     def __init__(
@@ -93,17 +94,17 @@ class SenderTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether the machine may be forgotten."""
+        """Whether the state machine can be deleted."""
         return self.state in _ENDED and self.is_released and not self._awaits_ack
 
     def start(self, now: float) -> list[Action]:
-        """Ask for pages."""
+        """Requests pages from the receiver."""
         self._step_deadline = now + self._timeouts.reserve_s
         remaining_ms = max(0, int((self._deadline - now) * 1000))
         return [Send(Reserve(self.id, self.num_tokens, remaining_ms))]
 
     def on_granted(self, message: Granted) -> list[Action]:
-        """Pages are set aside; a repeated or late answer changes nothing."""
+        """Handles the grant. A repeated or late grant has no effect."""
         if self.state is not SenderState.RESERVING:
             return []
         cached = message.num_cached_tokens
@@ -114,9 +115,9 @@ class SenderTransfer:
         return [ReportGranted(self.id, cached)]
 
     def send(self, first_page: int, page_ids: Sequence[int], first_seq: int) -> list[Action]:
-        """Announce and post pages; those that the receiver holds already are left out.
+        """Announces and posts pages. Skips pages that the receiver has cached.
 
-        Raises TransferFailed when the transfer has ended, ValueError when pages are out of order or too many.
+        Raises TransferFailed if the transfer has ended, and ValueError if pages are out of order or too many.
         """
         if self.state is not SenderState.STREAMING:
             raise self._refusal("pages were sent")
@@ -140,7 +141,7 @@ class SenderTransfer:
         return [Send(header), PostChunk(self.id, chunk_index, first_seq, first_page, wanted)]
 
     def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int, now: float) -> list[Action]:
-        """Close the manifest. Raises TransferFailed when the transfer has ended, ValueError when pages are missing."""
+        """Closes the manifest. Raises TransferFailed if the transfer has ended, and ValueError if pages are missing."""
         if self.state is not SenderState.STREAMING:
             raise self._refusal("a seal came")
         if num_tokens != self.num_tokens or self._next_page != self._num_pages_total:
@@ -154,27 +155,31 @@ class SenderTransfer:
         return self._seal_when_posted(now)
 
     def on_chunk_posted(self, chunk_index: int, digest: bytes, now: float) -> list[Action]:
-        """The channel took a chunk whole; nothing reads its pages now."""
+        """Records that the channel has accepted a whole chunk, whose pages are no longer read."""
         self._digests[chunk_index] = digest
         self._num_outstanding -= 1
         if self.state is SenderState.SEALING:
-            # Time spent queueing behind other transfers is bounded by the stall limit and the request's deadline.
+            # Restart the commit timeout. Time spent in the queue behind other transfers is bounded by the stall timeout
+            # and by the request's deadline.
             self._step_deadline = now + self._timeouts.commit_s
         return self._seal_when_posted(now) + self._release_when_idle()
 
     def on_chunk_skipped(self) -> list[Action]:
-        """The channel left a chunk out, or broke; nothing reads its pages now."""
+        """Records that the channel skipped a chunk or broke. The chunk's pages are no longer read."""
         self._num_outstanding -= 1
         return self._release_when_idle()
 
     def on_chunk_stale(self, now: float) -> list[Action]:
-        """Pages of a chunk were given to another use before they were read: nothing of it may be committed."""
+        """Fails the transfer, because pages of a chunk were reused before they were read.
+
+        None of it may be committed.
+        """
         self._num_outstanding -= 1
         error = TransferFailed("pages were given to another use while they were sent")
         return self.fail(error, now=now) + self._release_when_idle()
 
     def on_committed(self) -> list[Action]:
-        """The receiver owns the pages."""
+        """Records that the receiver owns the pages."""
         if self.state is not SenderState.SEALED:
             return []
         self.state = SenderState.COMMITTED
@@ -182,19 +187,19 @@ class SenderTransfer:
         return [ReportCommitted(self.id, self._num_pages_sent, num_bytes), *self._release_when_idle()]
 
     def on_abort(self, message: Abort) -> list[Action]:
-        """The receiver gave up. It gets its acknowledgement when nothing is read for it here."""
+        """Handles an abort from the receiver. Acknowledges it once this side no longer reads the pages."""
         if self.state in _ENDED:
             return [Send(AbortAck(self.id))] if self.is_released else []
         self._owes_ack = True
         return self._fail(peer_error_from(message))
 
     def on_abort_ack(self) -> list[Action]:
-        """The receiver holds nothing now."""
+        """Records that the receiver no longer holds anything for the transfer."""
         self._awaits_ack = False
         return []
 
     def fail(self, error: TandemError, *, now: float | None = None, tell_peer: bool = True) -> list[Action]:
-        """Give up, from whatever side the reason came. Idempotent."""
+        """Fails the transfer, for a reason from any side. Idempotent."""
         if self.state in _ENDED:
             return []
         actions: list[Action] = []
@@ -205,17 +210,17 @@ class SenderTransfer:
         return actions + self._fail(error)
 
     def on_link_lost(self, error: TandemError) -> list[Action]:
-        """No answer will come."""
+        """Fails the transfer, because no reply can arrive."""
         self._awaits_ack = False
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Nothing is read from now on. Chunks that were not answered for, which should not be, are not waited for."""
+        """Handles the end of the channel. Does not wait for chunks without a result, which are unexpected."""
         self._num_outstanding = 0
         return self._release_when_idle()
 
     def tick(self, now: float, counters: Counters) -> list[Action]:
-        """Look at the clock."""
+        """Checks timeouts."""
         if self._awaits_ack and now >= self._step_deadline:
             self._awaits_ack = False
         if self.state in _ENDED:
@@ -271,9 +276,10 @@ class SenderTransfer:
 
 
 class SenderLink:
-    """All transfers of one Link at the sender, the numbering of its channel, and whether the peer lives.
+    """All transfers of one Link at the sender, the numbering of its channel's frames, and the liveness of the peer.
 
-    `frame_pages` is how many pages one frame holds. After `link_lost` only answers for outstanding chunks are expected.
+    `frame_pages` is the number of pages in one frame. After `link_lost`, only results of outstanding chunks are
+    expected.
     """
 
     def __init__(
@@ -290,11 +296,14 @@ class SenderLink:
 
     @property
     def transfers(self) -> tuple[SenderTransfer, ...]:
-        """Those that are not over."""
+        """The transfers that have not ended."""
         return tuple(self._transfers.values())
 
     def reserve(self, transfer_id: TransferId, num_tokens: int, *, deadline: float, now: float) -> list[Action]:
-        """Begins a transfer. Raises the error that ended the Link, and TransferFailed if the transfer runs already."""
+        """Starts a transfer.
+
+        Raises the error that ended the Link, and TransferFailed if the transfer is already running.
+        """
         if self.lost is not None:
             raise self.lost.again()
         if transfer_id in self._transfers:
@@ -308,7 +317,7 @@ class SenderLink:
         return transfer.start(now)
 
     def send(self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int]) -> list[Action]:
-        """Stream pages. Raises what `SenderTransfer.send` does."""
+        """Streams pages. Raises the errors of `SenderTransfer.send`."""
         actions = self._get(transfer_id).send(first_page, page_ids, self._next_seq)
         for action in actions:
             if isinstance(action, PostChunk):
@@ -318,31 +327,31 @@ class SenderLink:
     def seal(
         self, transfer_id: TransferId, *, num_tokens: int, first_token_id: int, sampling_position: int, now: float
     ) -> list[Action]:
-        """Close the manifest. Raises what `SenderTransfer.seal` does."""
+        """Closes the manifest. Raises the errors of `SenderTransfer.seal`."""
         return self._get(transfer_id).seal(
             num_tokens=num_tokens, first_token_id=first_token_id, sampling_position=sampling_position, now=now
         )
 
     def abort(self, transfer_id: TransferId, error: TandemError, now: float) -> list[Action]:
-        """Give a transfer up. Idempotent; unknown transfers are over already."""
+        """Aborts a transfer. Idempotent. Unknown transfers have already ended."""
         transfer = self._transfers.get(transfer_id)
         return [] if transfer is None else self._settle(transfer_id, transfer.fail(error, now=now))
 
     def chunk_posted(self, transfer_id: TransferId, chunk_index: int, digest: bytes, now: float) -> list[Action]:
-        """Answer to PostChunk."""
+        """Completes PostChunk."""
         return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_posted(chunk_index, digest, now))
 
     def chunk_skipped(self, transfer_id: TransferId) -> list[Action]:
-        """Answer to PostChunk after SkipChunks or FailLink."""
+        """Completes PostChunk after SkipChunks or FailLink."""
         return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_skipped())
 
     def chunk_stale(self, transfer_id: TransferId, now: float) -> list[Action]:
-        """Answer to PostChunk: the pages are no longer those that were meant. The transfer fails."""
+        """Completes PostChunk if the pages have been reused. The transfer fails."""
         self._counters.count(Reason.STALE_GENERATION)
         return self._settle(transfer_id, self._transfers[transfer_id].on_chunk_stale(now))
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Something arrived on the Link."""
+        """Handles a message from the receiver."""
         self._liveness.heard(now)
         match message:
             case Heartbeat():
@@ -363,18 +372,18 @@ class SenderLink:
                 return [FailLink(TransferFailed(f"the receiver sent {type(message).__name__} out of turn"))]
 
     def link_lost(self, error: TandemError) -> list[Action]:
-        """The stream or the channel broke, or the peer fell silent: every transfer fails. Idempotent."""
+        """Fails every transfer, because the stream or the channel broke, or the peer fell silent. Idempotent."""
         if self.lost is not None:
             return []
         self.lost = error
         return self._settle_all(lambda transfer: transfer.on_link_lost(error))
 
     def channel_ended(self) -> list[Action]:
-        """After `link_lost`: the thread that posted frames has ended, and no page is read."""
+        """Handles the end of the thread that posted frames, after `link_lost`. No page is read from now on."""
         return self._settle_all(SenderTransfer.on_channel_ended)
 
     def tick(self, now: float) -> list[Action]:
-        """Look at the clock; call it several times a second."""
+        """Checks timeouts. Call it several times a second."""
         if self.lost is not None:
             return []
         if self._liveness.is_silent(now):

@@ -1,4 +1,4 @@
-"""The payload paths of the handoff, one file each, behind one interface.
+"""The payload paths of the handoff, one module each, behind one interface.
 
-A transport carries frames; what they mean, and whether they may be placed, is the protocol's business.
+A transport carries frames. The protocol interprets them and decides whether they may be placed.
 """

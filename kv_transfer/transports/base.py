@@ -1,10 +1,11 @@
-"""What a payload path is: a ring of slots at the receiver, filled from the other side one frame at a time.
+"""The interface of a payload path: a ring of slots at the receiver, filled by the sender one frame at a time.
 
-A channel is one ordered queue between two workers. Frames arrive whole, in order and once, or the channel is broken;
-a broken channel is closed and never used again. It knows neither transfers nor pages: buffers go in, frames come out.
+A channel is one ordered queue between two workers. Frames arrive whole, in order, and exactly once, or the channel is
+broken. A broken channel is closed and never used again. A channel does not interpret transfers or pages: it carries
+buffers as frames.
 
-There are two kinds, which differ in where the ring is. A host channel takes flat buffers and copies them; a device
-channel lets its user write each frame straight into a slot on the GPU, so that gathering is the only copy.
+The two kinds differ in the location of the ring. A host channel accepts flat buffers and copies them. A device channel
+lets the caller write each frame directly into a slot on the GPU, so that gathering is the only copy.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ import torch
 from services.runtime.errors import TransferFailed, TransferStalled
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""A flat, contiguous piece of memory."""
+"""A flat, contiguous array of bytes."""
 
 MAX_RING_BYTES = 2**30
 
 
 class ChannelBroken(TransferFailed):
-    """The channel failed and must be dropped: its peer is gone, stalled, or not to be trusted."""
+    """The channel failed and must be dropped: its peer disconnected, stalled, or cannot be trusted."""
 
 
 class ChannelEnded(ChannelBroken):
-    """The other side closed the channel, between two frames: it left, or its process ended."""
+    """The other side closed the channel between two frames: it closed its Link, or its process ended."""
 
 
 class ChannelTimeout(ChannelBroken, TransferStalled):
-    """The other side did not move in time."""
+    """The other side made no progress in time."""
 
 
 class ChannelNotConnected(ChannelBroken):
@@ -45,12 +46,12 @@ class ChannelNotConnected(ChannelBroken):
 
 
 class LargePacketsLost(ChannelBroken):
-    """Small packets reach the receiver, and full-size packets do not: the path's MTU is smaller than the sender's."""
+    """Small packets reach the receiver, but full-size packets do not: the path's MTU is smaller than the sender's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingSpec:
-    """Size of the receiving ring: how many slots may be in flight, and the bytes of one."""
+    """Size of the receiving ring: the number of slots that may be in flight, and the bytes in each slot."""
 
     num_slots: int
     slot_bytes: int
@@ -64,9 +65,9 @@ class RingSpec:
 class ChannelKey:
     """The right to open one channel once.
 
-    `channel_id` names it, 16 bytes; `token` is proven by HMAC and never sent; `binding` is what else both sides must
-    agree on (incarnations, layout, protocol version), so that a token cannot serve another pair. `padding_bytes` is the
-    size of the padding that follows the sender's proof (0 sends none).
+    `channel_id` identifies the channel, 16 bytes. `token` is proven by HMAC and never sent. `binding` contains
+    everything else that both sides must agree on (incarnations, layout, protocol version), so that a token is useless
+    for another pair. `padding_bytes` is the size of the padding after the sender's proof, or 0 for no padding.
     """
 
     channel_id: bytes
@@ -77,9 +78,9 @@ class ChannelKey:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that waits in a ring slot. `data` is the slot's memory: valid until the slot is released.
+    """A frame that waits in a ring slot. `data` is the slot's memory, valid until the slot is released.
 
-    `digest` is what the sender claims; nothing was verified.
+    `digest` is the sender's claim and has not been verified.
     """
 
     seq: int
@@ -89,13 +90,16 @@ class Frame:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the frame."""
+        """Size of the frame, in bytes."""
         return self.data.size
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFrame:
-    """As Frame, in a ring on a GPU: `data` is uint8 [bytes] there, has arrived, and may be read on any stream."""
+    """A frame in a ring on a GPU; see Frame.
+
+    `data` is uint8 [bytes] on the GPU, complete, and readable on any stream.
+    """
 
     seq: int
     digest: bytes
@@ -104,36 +108,36 @@ class DeviceFrame:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the frame."""
+        """Size of the frame, in bytes."""
         return self.data.numel()
 
 
 class SendEnd(ABC):
-    """The sending end of either kind. One thread posts; `shutdown` may come from any thread."""
+    """The sending end of either kind. One thread posts; any thread may call `shutdown`."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End it for both sides and wake all that wait in it. Idempotent, does not block."""
+        """Ends the channel for both sides and wakes all threads that wait in it. Idempotent, does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Only after `shutdown`, when no thread uses it. Idempotent."""
+        """Frees the channel's resources. Call only after `shutdown`, when no thread uses the channel. Idempotent."""
 
 
 class ReceiveEnd(ABC):
-    """The receiving end of either kind. One thread polls; `release` and `shutdown` may come from any thread."""
+    """The receiving end of either kind. One thread polls; any thread may call `release` and `shutdown`."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """Let the slot be filled again. Its memory must not be read from now on. Never raises on a broken channel."""
+        """Frees the slot for a new frame. Its memory must not be read afterwards. Never raises on a broken channel."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End it for both sides and wake all that wait in it. Idempotent, does not block."""
+        """Ends the channel for both sides and wakes all threads that wait in it. Idempotent, does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Only after `shutdown`, when no thread uses it. Idempotent."""
+        """Frees the channel's resources. Call only after `shutdown`, when no thread uses the channel. Idempotent."""
 
 
 class SendChannel(SendEnd):
@@ -141,10 +145,10 @@ class SendChannel(SendEnd):
 
     @abstractmethod
     def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
-        """Send the buffers as one frame; when it returns, they are no longer read.
+        """Sends the buffers as one frame. They are no longer read once it returns.
 
-        Together they must fit into one slot. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken
-        if the peer is gone; after either the channel is of no more use.
+        Together they must fit into one slot. Raises ChannelTimeout if there was no progress for `timeout_s`, and
+        ChannelBroken if the peer disconnected. After either error the channel is unusable.
         """
 
 
@@ -153,9 +157,9 @@ class ReceiveChannel(ReceiveEnd):
 
     @abstractmethod
     def poll(self, *, timeout_s: float) -> Frame | None:
-        """Return the next frame, or None if none came within `timeout_s`. Raises ChannelBroken.
+        """Returns the next frame, or None if none arrived within `timeout_s`. Raises ChannelBroken.
 
-        A frame that has begun to arrive may take longer, as long as it moves.
+        A frame that has started to arrive may take longer, as long as it makes progress.
         """
 
 
@@ -164,11 +168,11 @@ class DeviceSendChannel(SendEnd):
 
     @abstractmethod
     def post(self, seq: int, num_bytes: int, fill: Callable[[torch.Tensor], bytes], *, timeout_s: float) -> None:
-        """Send `num_bytes`, at most a slot, as one frame.
+        """Sends `num_bytes`, at most a slot, as one frame.
 
-        `fill(target)` writes them into uint8 [num_bytes] on the GPU and returns their digest; when it returns, they
-        have been written. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken if the peer is gone,
-        and what `fill` raises; after any of them the channel is of no more use.
+        `fill(target)` writes the bytes into uint8 [num_bytes] on the GPU and returns their digest once they are
+        written. Raises ChannelTimeout if there was no progress for `timeout_s`, ChannelBroken if the peer disconnected,
+        and the errors of `fill`. After any error the channel is unusable.
         """
 
 
@@ -177,7 +181,7 @@ class DeviceReceiveChannel(ReceiveEnd):
 
     @abstractmethod
     def poll(self, *, timeout_s: float) -> DeviceFrame | None:
-        """As ReceiveChannel.poll."""
+        """Returns the next frame; see ReceiveChannel.poll."""
 
 
 AnySendChannel: TypeAlias = SendChannel | DeviceSendChannel
@@ -185,20 +189,20 @@ AnyReceiveChannel: TypeAlias = ReceiveChannel | DeviceReceiveChannel
 
 
 class Listener(ABC):
-    """Where a receiver's channels of one kind are opened."""
+    """The address at which senders open a receiver's channels of one kind."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where a sender opens the channel."""
+        """Address for senders."""
 
     @abstractmethod
     def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
-        """Let the holder of this key open one channel; cancel the future to withdraw it."""
+        """Allows the holder of this key to open one channel. Cancel the future to withdraw the permission."""
 
     @abstractmethod
     def close(self) -> None:
-        """Accept no more. Channels that are open stay open."""
+        """Stops accepting channels. Open channels stay open."""
 
 
 class Transport(ABC):
@@ -208,21 +212,24 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self, host: str, port: int) -> Listener:
-        """Start a listener. Raises OSError. Kinds without an address of their own ignore host and port."""
+        """Starts a listener. Raises OSError. Transports without a network address ignore host and port."""
 
     @abstractmethod
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> AnySendChannel:
-        """Open a channel within `timeout_s`. Raises ChannelBroken. Blocks: not for an event loop's thread."""
+        """Opens a channel within `timeout_s`. Raises ChannelBroken.
+
+        Blocks, so do not call it on an event loop's thread.
+        """
 
 
 class Countdown:
-    """Time that is left of a limit given in seconds."""
+    """The remaining time of a limit given in seconds."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s
 
     def remaining_s(self) -> float:
-        """Return what is left. Raises ChannelTimeout when nothing is."""
+        """Returns the remaining time. Raises ChannelTimeout if the time is over."""
         remaining_s = self._end - time.monotonic()
         if remaining_s <= 0:
             raise ChannelTimeout("the other side of the channel did not move in time")

@@ -1,11 +1,11 @@
-"""Channel between two processes of one host whose pages are on GPUs: the ring is device memory that both map.
+"""Channel between two processes of one host with pages on GPUs. The ring is device memory that both processes map.
 
-The receiver makes the ring and passes it as a file descriptor over a Unix socket, which is the doorbell from then on.
-The sender writes each frame straight into a slot: on one GPU that is a copy within it, between two it goes over
-NVLink or PCIe. The memory lives as long as one side maps it, so the death of either leaves the other's kernels whole;
-a ring is never used by a second channel, so a late writer spoils nothing that anybody reads.
+The receiver allocates the ring and passes it as a file descriptor over a Unix socket, which then serves as the
+doorbell. The sender writes each frame directly into a slot: a copy within one GPU, or over NVLink or PCIe between two.
+The memory exists as long as one side maps it, so the death of one process does not crash the other's kernels. A ring is
+never reused for a second channel, so a late write cannot corrupt data that is still read.
 
-In tests without a GPU it runs on memory of the host.
+In tests without a GPU, it runs on host memory.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _BACKLOG = 64
 
 
 class SharedMemory(Protocol):
-    """Memory that two processes map. Both raise OSError; what they return is unmapped with its last tensor."""
+    """Memory that two processes map. Both methods raise OSError. Memory is unmapped together with its last tensor."""
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """Return new memory, uint8 [at least num_bytes], and a descriptor of it that the caller closes."""
+        """Returns new memory, uint8 [at least num_bytes], and its file descriptor, which the caller closes."""
         ...
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """Return what another process made, of the same size; the caller closes the descriptor."""
+        """Maps memory that another process made with the same size. The caller closes the descriptor."""
         ...
 
 
 class CudaIpcTransport(Transport):
-    """Device memory that both sides map, with a socket as doorbell. It reaches as far as one host."""
+    """Device memory that both sides map, with a socket as doorbell. Works within one host."""
 
     name = "cuda_ipc"
 
@@ -61,11 +61,11 @@ class CudaIpcTransport(Transport):
         self._memory = memory
 
     def listen(self, host: str, port: int) -> Listener:
-        """Start a listener under a random abstract name."""
+        """Starts a listener under a random abstract name."""
         return _CudaIpcListener(self._memory)
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> AnySendChannel:
-        """Open a channel on this host."""
+        """Opens a channel on this host."""
         countdown = Countdown(timeout_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -73,7 +73,7 @@ class CudaIpcTransport(Transport):
             prove_to_receiver(sock, key, countdown)
             sock.settimeout(countdown.remaining_s())
             return CudaIpcSendChannel(sock, _receive_ring(sock, ring, self._memory), ring)
-        except (OSError, RuntimeError) as error:  # torch's, of memory that it cannot use
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch cannot use the memory
             sock.close()
             raise ChannelBroken(f"the receiver's device memory could not be opened: {error}") from error
         except ChannelBroken:
@@ -82,7 +82,7 @@ class CudaIpcTransport(Transport):
 
 
 class CudaIpcSendChannel(DeviceSendChannel):
-    """Has frames written into free slots of the receiver's ring, and rings the bell."""
+    """Writes frames into free slots of the receiver's ring, and signals each on the doorbell."""
 
     def __init__(self, sock: socket.socket, memory: torch.Tensor, ring: RingSpec) -> None:
         self._slots = SenderSlots(sock, ring)
@@ -110,7 +110,7 @@ class CudaIpcSendChannel(DeviceSendChannel):
 
 
 class CudaIpcReceiveChannel(DeviceReceiveChannel):
-    """Owns the ring; a frame is served from the slot in place."""
+    """Owns the ring. Returns frames as views of their slots."""
 
     def __init__(self, sock: socket.socket, memory: torch.Tensor, ring: RingSpec) -> None:
         self._slots = ReceiverSlots(sock, ring)
@@ -175,7 +175,7 @@ class _CudaIpcListener(Listener):
 
 
 def _connect(sock: socket.socket, address: str, timeout_s: float) -> None:
-    # The kernel keeps the time: with a Python timeout a full backlog would be an error at once instead of a wait.
+    # Use the kernel's timeout: with a Python timeout, a full backlog would be an immediate error instead of a wait.
     seconds = int(timeout_s)
     limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -1,16 +1,16 @@
-"""How both ends of a socket prove that they hold the channel's single-use token, without sending it.
+"""The handshake in which both ends of a socket prove that they hold the channel's single-use token, without sending it.
 
     sender   → MAGIC, channel id, nonce
     receiver → nonce, HMAC(token, "receiver" …)
     sender   → HMAC(token, "sender" …), padding
     receiver → PADDED, if there was padding
-    receiver → READY (with a file descriptor, where the transport passes one)
+    receiver → READY (with a file descriptor, if the transport passes one)
 
-The padding is larger than the packets of any usual network. A path that loses full-size packets is found here, before a
-page depends on it.
+The padding is larger than the packets of common networks. It detects a path that loses full-size packets before any
+page depends on that path.
 
-All messages have fixed sizes. The receiver's side is an `Acceptor`: one thread that serves any number of strangers
-without waiting for any of them, and forgets those who do not finish in time.
+All messages have fixed sizes. The receiver's side is an `Acceptor`: one thread that serves any number of
+unauthenticated peers without waiting for any of them, and drops peers that do not finish in time.
 """
 
 from __future__ import annotations
@@ -49,14 +49,20 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 2.0
 PADDING_BYTES = 12 * 1024
-"""More than a jumbo frame of 9,000 bytes, and less than the ten packets that a new TCP connection sends at once."""
+"""Size of the padding.
+
+More than a jumbo frame of 9,000 bytes, and less than the ten packets that a new TCP connection sends at once.
+"""
 MAX_PADDING_BYTES = 64 * 1024
 PADDING_TIMEOUT_S = 1.5
-"""Time in which the receiver's kernel must have acknowledged the padding: three retransmissions on a usual network."""
+"""Time for the receiver's kernel to acknowledge the padding, in seconds.
+
+Allows three retransmissions on a common network.
+"""
 IDLE_S = 1
-"""A connection that was silent for this long is asked by the kernel whether it still stands, and again as often."""
+"""Idle time after which the kernel probes a connection, and the interval between its probes, in seconds."""
 MAX_UNANSWERED = 5
-"""Questions without an answer after which it is given up: while it is idle, and not under the next request."""
+"""Number of unanswered probes after which the kernel drops a connection, so that it fails while it is idle."""
 MAX_STRANGERS = 128
 
 _HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES
@@ -65,10 +71,10 @@ logger = logging.getLogger(__name__)
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Has the kernel speak on a TCP connection that is idle, so that no firewall on the way forgets it.
+    """Enables TCP keepalive on an idle connection, so that firewalls on the path do not drop its state.
 
-    Without that the next frame after a quiet hour is lost in silence, and so is the time until that is noticed. A
-    process that is stopped still answers, by its kernel.
+    Without keepalive, the next frame after a quiet hour is lost silently, and the sender loses time until it notices. A
+    stopped process still replies, because its kernel does.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
@@ -77,7 +83,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def prove_to_receiver(sock: socket.socket, key: ChannelKey, countdown: Countdown) -> None:
-    """Run the sender's side up to, not including, READY. Raises ChannelBroken."""
+    """Runs the sender's side of the handshake up to, but not including, READY. Raises ChannelBroken."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.settimeout(countdown.remaining_s())
     sock.sendall(MAGIC + key.channel_id + nonce)
@@ -104,20 +110,20 @@ def _pad(sock: socket.socket, num_bytes: int, countdown: Countdown) -> None:
                 f"{num_lost} of {num_bytes} bytes of padding were not acknowledged within {limit_s:.3g} s, "
                 "although small packets arrive: full-size packets are lost on the way"
             ) from None
-        # The path is good, and the receiver's process is busy.
+        # The path works, but the receiver's process is busy.
         answer = receive_exactly(sock, len(PADDED), countdown)
     if answer != PADDED:
         raise ChannelBroken("the receiver did not acknowledge the padding")
 
 
 def unacknowledged_bytes(sock: socket.socket) -> int:
-    """Returns how many sent bytes the peer's kernel has not acknowledged."""
+    """Returns the number of sent bytes that the peer's kernel has not acknowledged."""
     (num_bytes,) = struct.unpack("@i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
     return int(num_bytes)
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int, countdown: Countdown) -> bytes:
-    """Receive that many bytes. Raises ChannelBroken at the end of the stream or of the time."""
+    """Receives exactly `num_bytes`. Raises ChannelBroken if the stream ends or the time runs out."""
     data = b""
     while len(data) < num_bytes:
         sock.settimeout(countdown.remaining_s())
@@ -149,10 +155,12 @@ class _Stranger:
 
 
 class Acceptor:
-    """Accepts on a listening socket and hands a proven connection to `finish`, which makes a channel of it.
+    """Accepts connections on a listening socket.
 
-    `finish(sock, ring, key)` also sends READY; it may raise OSError, ChannelBroken or, as torch does, RuntimeError. It
-    owns the socket from then on.
+    Passes each proven connection to `finish`, which turns it into a channel.
+
+    `finish(sock, ring, key)` also sends READY. It may raise OSError, ChannelBroken, or torch's RuntimeError. It owns
+    the socket from then on.
     """
 
     def __init__(
@@ -177,7 +185,7 @@ class Acceptor:
         self._thread.start()
 
     def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
-        """Let this key be used once."""
+        """Allows this key to be used once."""
         channel: Future[AnyReceiveChannel] = Future()
         with self._lock:
             if self._is_closed:
@@ -187,11 +195,11 @@ class Acceptor:
         return channel
 
     def close(self) -> None:
-        """Stop accepting, end the thread, drop strangers and withdraw all keys."""
+        """Stops accepting, ends the thread, drops unauthenticated peers, and withdraws all keys."""
         with self._lock:
             if self._is_closed:
                 return
-            self._wake_writer.send(b"\0")  # before the flag: the thread closes this socket once it has seen that
+            self._wake_writer.send(b"\0")  # before the flag: the thread closes this socket once it sees the flag
             self._is_closed = True
             withdrawn = list(self._expected.values())
         for expected in withdrawn:
@@ -229,7 +237,8 @@ class Acceptor:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: the backlog stays readable, so give others a moment to close some.
+            # The process is out of file descriptors and the backlog stays readable. Pause so that other code can close
+            # some.
             logger.warning("cannot accept a channel: %s", error)
             time.sleep(0.05)
             return
@@ -264,7 +273,7 @@ class Acceptor:
     def _on_hello(self, stranger: _Stranger, message: bytes) -> None:
         channel_id = message[len(MAGIC) : len(MAGIC) + CHANNEL_ID_BYTES]
         with self._lock:
-            # Taken out at the first try, so a key serves once whether the proof holds or not.
+            # Removed at the first attempt, so a key works only once, whether the proof is valid or not.
             expected = self._expected.pop(channel_id, None)
         if not message.startswith(MAGIC) or expected is None:
             self._drop(stranger)
@@ -296,7 +305,7 @@ class Acceptor:
         self._release_stranger(stranger)
         try:
             channel = self._finish(stranger.sock, expected.ring, expected.key)
-        except (OSError, ChannelBroken, RuntimeError) as error:  # the last are torch's, of a GPU
+        except (OSError, ChannelBroken, RuntimeError) as error:  # RuntimeError: a GPU error in torch
             stranger.sock.close()
             _fail(expected.channel, ChannelBroken(f"the channel could not be set up: {error}"))
             return

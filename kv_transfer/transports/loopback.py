@@ -1,6 +1,7 @@
 """Channel between two ends in one process, for tests and for a pool that hands over to itself.
 
-It keeps the rules of the real ones: a bounded ring, a copy in, single-use keys, and an end that is felt on both sides.
+It follows the rules of the real channels: a bounded ring, a copy into it, single-use keys, and a shutdown that both
+sides notice.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ _listeners_lock = threading.Lock()
 
 
 class LoopbackTransport(Transport):
-    """Memory of this process."""
+    """Channels in the memory of this process."""
 
     name = "loopback"
 
     def listen(self, host: str, port: int) -> Listener:
-        """Start a listener that only this process can find."""
+        """Starts a listener that only this process can find."""
         return _LoopbackListener()
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
-        """Open a channel inside this process."""
+        """Opens a channel within this process."""
         with _listeners_lock:
             listener = _listeners.get(address)
         if listener is None:
@@ -53,7 +54,7 @@ class LoopbackTransport(Transport):
 
 
 class _Ring:
-    """What both ends share."""
+    """State that both ends share."""
 
     def __init__(self, spec: RingSpec) -> None:
         self.spec = spec
@@ -70,7 +71,7 @@ class _Ring:
 
 
 class LoopbackSendChannel(SendChannel):
-    """Copies into the shared ring."""
+    """Copies frames into the shared ring."""
 
     def __init__(self, ring: _Ring) -> None:
         self._ring = ring
@@ -105,7 +106,7 @@ class LoopbackSendChannel(SendChannel):
 
 
 class LoopbackReceiveChannel(ReceiveChannel):
-    """Serves frames from the shared ring."""
+    """Returns frames from the shared ring."""
 
     def __init__(self, ring: _Ring) -> None:
         self._ring = ring

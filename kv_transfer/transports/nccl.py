@@ -1,14 +1,18 @@
-"""Channel between two GPUs through NCCL: one communicator of two ranks for each channel, sender 0 and receiver 1.
+"""Channel between two GPUs through NCCL.
 
-The socket that proved both sides stays: it tells which slot holds what, and whether the other side is alive, which NCCL
-does not. A frame is written into a staging slot at the sender, announced, and sent from there; the receive is launched
-when the announcement has come, so that no kernel spins for what may never come. Slot i of the staging is free when slot
-i of the receiver's ring is. Everything else about a communicator is `nccl_pair`.
+Each channel has one communicator of two ranks: the sender is 0, the receiver 1.
 
-On its way NCCL neither authenticates nor encrypts, and the name of a communicator crosses the socket as it is: like
-`tcp`, it belongs on a network of the cluster's own. NCCL_SOCKET_IFNAME in the workers' environment keeps it there.
+The socket of the handshake stays open. It announces the content of each slot and shows whether the peer is alive, which
+NCCL does not. The sender writes a frame into a staging slot, announces it, and sends it from there. The receiver
+launches its receive only after the announcement, so that no kernel spins for data that may never arrive. Slot i of the
+staging memory is free when slot i of the receiver's ring is free. `nccl_pair` handles everything else about a
+communicator.
 
-In tests without a GPU it runs with a model of NCCL. Between two GPUs it has never run.
+NCCL neither authenticates nor encrypts its traffic, and the communicator's unique ID crosses the socket in plain text.
+Like `tcp`, this channel requires a private network of the cluster. Set NCCL_SOCKET_IFNAME in the workers' environment
+to restrict NCCL to that network.
+
+In tests without a GPU, it runs with a model of NCCL. It has never run between two GPUs.
 """
 
 from __future__ import annotations
@@ -52,19 +56,19 @@ _POLL_S = 0.0001
 
 
 class Device(Protocol):
-    """Where frames are written and received."""
+    """The device on which frames are written and received."""
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] that nothing which was launched before still touches. Raises ChannelBroken."""
+        """Returns uint8 [num_bytes] that no previously launched work still touches. Raises ChannelBroken."""
         ...
 
     def stream(self) -> Stream:
-        """Return a stream that nobody else has. Raises ChannelBroken where there are no more."""
+        """Returns a stream for exclusive use. Raises ChannelBroken if all streams are in use."""
         ...
 
 
 class NcclTransport(Transport):
-    """Two ranks of NCCL, with a TCP connection for what NCCL does not tell."""
+    """Two NCCL ranks, with a TCP connection for announcements and liveness."""
 
     name = "nccl"
 
@@ -74,11 +78,11 @@ class NcclTransport(Transport):
         self._limits = limits or Limits()
 
     def listen(self, host: str, port: int) -> Listener:
-        """Listen on exactly this address. Port 0 takes a free one."""
+        """Listens on exactly this address. Port 0 selects a free port."""
         return _NcclListener(host, port, self._make_receive_channel)
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> AnySendChannel:
-        """Open a channel to `host:port`; when it returns, the first bytes have gone through."""
+        """Opens a channel to `host:port`. Returns after the first bytes have passed through it."""
         countdown = Countdown(timeout_s)
         pair = NcclPair(self._nccl, self._device.stream(), self._limits)
         sock = connect(address, countdown)
@@ -98,7 +102,7 @@ class NcclTransport(Transport):
         except OSError as error:
             _give_up(sock, pair)
             raise ChannelBroken(f"the channel to {address} broke while it was opened: {error}") from error
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # a GPU error in torch
             _give_up(sock, pair)
             raise ChannelBroken(f"the GPU failed while the channel was opened: {error}") from error
         except ChannelBroken:
@@ -111,7 +115,7 @@ class NcclTransport(Transport):
 
 
 class NcclSendChannel(DeviceSendChannel):
-    """Has frames written into staging slots, announces and sends them."""
+    """Writes frames into staging slots, announces them, and sends them."""
 
     def __init__(self, sock: socket.socket, pair: NcclPair, staging: torch.Tensor, ring: RingSpec) -> None:
         self._slots = SenderSlots(sock, ring)
@@ -131,7 +135,7 @@ class NcclSendChannel(DeviceSendChannel):
         digest = fill(target)
         self._slots.post(Posted(seq, slot, num_bytes, digest))
         if num_bytes:
-            # Not waited for: the slot comes back when the frame has arrived, and the pair's watchdog keeps the time.
+            # Do not wait: the slot returns when the frame has arrived, and the pair's watchdog enforces the timeout.
             self._pair.send(target)
 
     def shutdown(self) -> None:
@@ -140,14 +144,14 @@ class NcclSendChannel(DeviceSendChannel):
         self._pair.break_off(ChannelBroken("the channel was shut down"))
 
     def close(self) -> None:
-        """See SendEnd. What kernels may touch is kept by the pair until they have ended."""
+        """Closes the channel; see SendEnd. The pair retains memory that kernels may touch until they have ended."""
         self._staging = None
         self._slots.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A frame that was announced; without an operation it holds nothing."""
+    """An announced frame. Without an operation, the frame is empty."""
 
     posted: Posted
     data: torch.Tensor
@@ -158,7 +162,7 @@ class _InFlight:
 
 
 class NcclReceiveChannel(DeviceReceiveChannel):
-    """Owns the ring. Its communicator opens in the background: the first poll waits for it, or tells why it failed."""
+    """Owns the ring. Its communicator opens in the background; the first poll waits for it, or raises its error."""
 
     def __init__(self, sock: socket.socket, pair: NcclPair, device: Device, ring: RingSpec) -> None:
         self._socket = sock
@@ -187,7 +191,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
         while True:
             self._take_announced(slots, memory, end)
             if self._in_flight and self._in_flight[0].is_done():
-                self._pair.check()  # an abort, too, ends what was under way, without having brought anything
+                self._pair.check()  # an abort also ends pending operations, without delivering data
                 arrived = self._in_flight.popleft()
                 posted = arrived.posted
                 return DeviceFrame(posted.seq, posted.digest, posted.slot, arrived.data)
@@ -197,7 +201,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
             if not self._in_flight and time.monotonic() >= end:
                 return None
             if self._in_flight:
-                time.sleep(_POLL_S)  # a GPU's event wakes nobody
+                time.sleep(_POLL_S)  # a GPU event cannot wake a thread
 
     def release(self, slot: int) -> None:
         """See ReceiveEnd."""
@@ -206,21 +210,21 @@ class NcclReceiveChannel(DeviceReceiveChannel):
 
     def shutdown(self) -> None:
         """See ReceiveEnd."""
-        with contextlib.suppress(OSError):  # no longer connected, or closed: that is what was wanted
+        with contextlib.suppress(OSError):  # the socket is already disconnected or closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._pair.break_off(ChannelBroken("the channel was shut down"))
 
     def close(self) -> None:
-        """See ReceiveEnd. What kernels may touch is kept by the pair until they have ended."""
+        """Closes the channel; see ReceiveEnd. The pair retains memory that kernels may touch until they have ended."""
         self._in_flight.clear()
         with self._lock:
             self._is_closed = True
             self._memory = None
-            if self._opened.is_set():  # else the opening thread, which reads from it, closes it
+            if self._opened.is_set():  # otherwise the opening thread, which still reads the socket, closes it
                 self._socket.close()
 
     def _take_announced(self, slots: ReceiverSlots, memory: torch.Tensor, end: float) -> None:
-        """Launch a receive for every frame that was announced; wait for one only if nothing is in flight."""
+        """Launches a receive for every announced frame. Waits for an announcement only if no frame is in flight."""
         while self._ended is None:
             wait_s = 0.0 if self._in_flight else max(0.0, end - time.monotonic())
             try:
@@ -249,12 +253,12 @@ class NcclReceiveChannel(DeviceReceiveChannel):
             self._pair.wait(self._pair.receive(memory[-_WARM_UP_BYTES:]))
             self._socket.sendall(OPENED)
             with self._lock:
-                if not self._is_closed:  # the sender is ready by now, and may be through and gone
+                if not self._is_closed:  # the sender is ready, and may already have finished and left
                     self._memory = memory
                     self._slots = ReceiverSlots(self._socket, self._ring)
         except OSError as error:
             _give_up(self._socket, self._pair, ChannelBroken(f"the channel broke while it was opened: {error}"))
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # a GPU error in torch
             _give_up(self._socket, self._pair, ChannelBroken(f"the GPU failed: {error}"))
         except ChannelBroken as error:
             _give_up(self._socket, self._pair, error)

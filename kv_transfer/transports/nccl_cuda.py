@@ -1,4 +1,4 @@
-"""A GPU's memory, streams and events as the `nccl` channel wants them: a thin coat around torch."""
+"""The GPU memory, streams, and events that the `nccl` channel needs: a thin wrapper around torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kv_transfer.transports.base import ChannelBroken
 
-# torch deals out this number of streams of a GPU and a priority again and again.
+# Torch has this number of streams for each GPU and priority, and returns them round-robin.
 _NUM_POOLED = 32
 _HIGH_PRIORITY = -1
 
@@ -24,27 +24,31 @@ class CudaDevice:
         self._device = device
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] that nothing which was launched before still touches. Raises ChannelBroken."""
+        """Returns uint8 [num_bytes] that no previously launched work still touches. Raises ChannelBroken."""
         try:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            # The allocator hands out what its own stream is still at work on; other streams must not see that.
+            # The allocator reuses memory that is still in use on its own stream. Other streams must not see that memory
+            # yet.
             torch.cuda.default_stream(self._device).synchronize()
         except RuntimeError as error:
             raise ChannelBroken(f"the GPU gives no memory: {error}") from error
         return memory
 
     def stream(self) -> CudaStream:
-        """Return a stream that nobody else has. Raises ChannelBroken where there are no more."""
+        """Returns a stream for exclusive use. Raises ChannelBroken if all streams are in use."""
         return CudaStream(self._device)
 
 
 class CudaStream:
-    """A stream of its own as long as the object lives: work behind a receive whose sender has died would wait too."""
+    """A stream that is exclusive as long as the object lives.
+
+    Work queued behind a receive whose sender died would also hang.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with _lock:
-            # What computes has streams of the usual priority, and so never one of these.
+            # Computation uses streams of normal priority, so it never shares one of these.
             for _ in range(_NUM_POOLED):
                 self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
                 if self.handle not in _in_use:
@@ -69,7 +73,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A moment of a stream."""
+    """A point in a stream's work."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event

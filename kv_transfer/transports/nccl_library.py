@@ -1,7 +1,7 @@
-"""The few functions of NCCL that a channel calls, through ctypes over torch's own library. Nothing is decided here.
+"""The few NCCL functions that a channel calls, through ctypes on torch's own library. Contains no logic.
 
-A test compares types, constants and symbols with NVIDIA's own header and library where that package is installed.
-Whatever needs a GPU, which is all but the version and the unique id, has not run on one by now.
+If NVIDIA's package is installed, a test compares types, constants, and symbols with its header and library. Only the
+version and the unique ID work without a GPU. Nothing else has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MAGIC = 0xCAFEBEEF
 CONFIG_VERSION = 22800
 UNDEFINED = -(2**31)
 UINT8 = 1
-# Few: what they do not occupy computes. Each takes about 9 MiB of the receiver's memory.
+# Use few CTAs, so that the rest of the GPU can compute. Each CTA uses about 9 MiB of the receiver's memory.
 MAX_CTAS = 4
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId."""
+    """The C struct ncclUniqueId."""
 
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as of CONFIG_VERSION: a newer library takes its defaults for what came later."""
+    """The C struct ncclConfig_t as of CONFIG_VERSION. A newer library uses its defaults for newer fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -69,14 +69,14 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class NcclFailed(OSError):
-    """NCCL is not there, or refused before there was a communicator."""
+    """NCCL is missing, or failed before a communicator existed."""
 
 
 class NcclLibrary:
-    """NCCL as `nccl_pair.Nccl` wants it. A communicator is its address."""
+    """Implements `nccl_pair.Nccl`. A communicator is identified by its address."""
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
-        """Raises NcclFailed where there is no library."""
+        """Raises NcclFailed if the library is missing."""
         try:
             self._library = ctypes.CDLL(path)
             for name, types in SIGNATURES.items():
@@ -87,7 +87,7 @@ class NcclLibrary:
 
     @property
     def version(self) -> int:
-        """As NCCL counts: 22907 is 2.29.7."""
+        """Version number in NCCL's format: 22907 is 2.29.7."""
         version = ctypes.c_int()
         self._check(self._library.ncclGetVersion(ctypes.byref(version)))
         return version.value
@@ -117,7 +117,7 @@ class NcclLibrary:
         return code or state.value
 
     def send(self, comm: int, address: int, num_bytes: int, stream: int) -> int:
-        """See Nccl. The sender is rank 0."""
+        """See Nccl. Rank 0 is the sender."""
         return int(self._library.ncclSend(address, num_bytes, UINT8, 1, comm, stream))
 
     def receive(self, comm: int, address: int, num_bytes: int, stream: int) -> int:
@@ -139,7 +139,7 @@ class NcclLibrary:
 
 
 def make_config() -> Config:
-    """Return the configuration of a channel's communicator: never blocking, few CTAs, the rest by default."""
+    """Returns the configuration of a channel's communicator: nonblocking, few CTAs, and defaults for the rest."""
     config = Config(
         size=ctypes.sizeof(Config), magic=MAGIC, version=CONFIG_VERSION, blocking=0, minCTAs=1, maxCTAs=MAX_CTAS
     )
@@ -151,13 +151,14 @@ def make_config() -> Config:
 
 @functools.cache
 def load_library() -> NcclLibrary:
-    """Return the NCCL that torch loaded, or that lies beside it. Raises NcclFailed."""
-    # Else every process listens on a port, on all interfaces, for a tool that nobody has.
+    """Returns the NCCL library that torch loaded, or that is installed next to it. Raises NcclFailed."""
+    # Otherwise every process listens on a port, on all interfaces, for a diagnostic tool (NCCL RAS) that is not used
+    # here.
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     try:
         return NcclLibrary()
     except NcclFailed:
-        # torch loads it by its full path, so the loader knows it by name only where torch is of a certain build.
+        # Torch loads the library by its full path. Depending on the torch build, the loader may not find it by name.
         found = importlib.util.find_spec("nvidia")
         folders = found.submodule_search_locations if found is not None else None
         for folder in folders or ():
@@ -169,7 +170,7 @@ def load_library() -> NcclLibrary:
 
 @functools.cache
 def library_version() -> int:
-    """Return the version of NCCL here, 0 where it is not installed."""
+    """Returns the version of the installed NCCL, or 0 if it is not installed."""
     try:
         return load_library().version
     except NcclFailed:

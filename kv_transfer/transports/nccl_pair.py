@@ -1,18 +1,21 @@
-"""The life of one NCCL communicator between two ranks: opened in time, watched, aborted from outside, never used again.
+"""Manages one NCCL communicator between two ranks: opens it in time, watches it, aborts it, and never uses it again.
 
-What NCCL does when something is wrong, and what is done about it here:
+NCCL's failure behavior, and how this module handles it:
 
-- A peer that dies is no error: its kernels' counterparts spin for ever, or an error comes late. So every operation has
-  a deadline, which a watchdog keeps, and code that learns of the death otherwise calls `break_off`.
-- Opening waits for the other rank without end. So it has a deadline, too, and can be broken off.
-- Only an abort ends what spins. It is safe while no other thread is in a call on the communicator: all calls take one
-  lock. It is done by the watchdog's own thread, as it may take long or for ever. A thread that is stuck in a call is
-  given a moment to leave; then it is aborted all the same, as nothing else would free that thread.
-- What a kernel may still touch must not be given to another use. Memory that was handed to `keep` is let go only when
-  the abort has returned and the stream has ended; otherwise never, and that is logged.
-- Calls on several communicators of a GPU must not be made at the same time: `LAUNCH_LOCK` is for the whole process.
+- The death of a peer is not an error in NCCL: the kernels of the surviving side spin forever, or an error arrives late.
+  So every operation has a deadline, which a watchdog enforces. Code that detects the death in another way calls
+  `break_off`.
+- Opening waits for the other rank without a limit. So opening has a deadline, too, and can be broken off.
+- Only an abort ends a spinning kernel. It is safe while no other thread is in a call on the communicator, so all calls
+  take one lock. The watchdog's own thread aborts, because an abort may take long or never return. A thread that is
+  stuck in a call gets a short time to return. After that, the abort proceeds anyway, because nothing else would free
+  that thread.
+- Memory that a kernel may still touch must not be reused. Memory passed to `keep` is released only when the abort has
+  returned and the stream has finished. Otherwise it is never released, and that is logged.
+- Calls on several communicators of a GPU must not run concurrently: `LAUNCH_LOCK` covers the whole process.
 
-Knows neither sockets nor slots. `Nccl` and `Stream` are narrow, so that tests drive all of this with a model of them.
+Does not depend on sockets or slots. `Nccl` and `Stream` are narrow, so that tests can run all of this with a model of
+NCCL.
 """
 
 from __future__ import annotations
@@ -37,80 +40,83 @@ _left_behind: list[object] = []
 
 
 class Nccl(Protocol):
-    """The calls. A communicator is a number; results are NCCL's, 0 for success and 7 for what is still in progress."""
+    """The NCCL calls. A communicator is a number.
+
+    Results are NCCL's codes: 0 for success and 7 for an operation in progress.
+    """
 
     def unique_id(self) -> bytes:
-        """Return a new name of a communicator, for both ranks. Raises OSError."""
+        """Returns a new unique ID of a communicator, for both ranks. Raises OSError."""
         ...
 
     def start(self, unique_id: bytes, rank: int) -> int:
-        """Begin to open a communicator of two ranks, the sender 0 and the receiver 1. Raises OSError."""
+        """Starts opening a communicator of two ranks, the sender 0 and the receiver 1. Raises OSError."""
         ...
 
     def state(self, comm: int) -> int:
-        """Return 7 while the last call is in progress, else 0, or the error that came since."""
+        """Returns 7 while the last call is in progress. Afterwards, returns 0 or an error that has occurred since."""
         ...
 
     def send(self, comm: int, address: int, num_bytes: int, stream: int) -> int:
-        """Launch a send to rank 1."""
+        """Launches a send to rank 1."""
         ...
 
     def receive(self, comm: int, address: int, num_bytes: int, stream: int) -> int:
-        """Launch a receive from rank 0."""
+        """Launches a receive from rank 0."""
         ...
 
     def abort(self, comm: int) -> None:
-        """End what runs, and the communicator. May block."""
+        """Ends all running operations and the communicator. May block."""
         ...
 
     def explain(self, code: int) -> str:
-        """Return an error's text."""
+        """Returns the message of an error code."""
         ...
 
 
 class Event(Protocol):
-    """A moment of a stream."""
+    """A point in a stream's work."""
 
     def is_done(self) -> bool:
-        """Whether the stream has come that far. Raises ChannelBroken where the device has failed."""
+        """Returns whether the stream has reached this point. Raises ChannelBroken if the device has failed."""
         ...
 
 
 class Stream(Protocol):
-    """Where a pair's kernels run, one after the other."""
+    """The stream in which a pair's kernels run, one after another."""
 
     @property
     def handle(self) -> int:
-        """As NCCL wants it."""
+        """The stream's handle for NCCL."""
         ...
 
     def activate(self) -> None:
-        """Make the stream's device that of the calling thread."""
+        """Makes the stream's device the current device of the calling thread."""
         ...
 
     def record(self) -> Event:
-        """Return the moment in which all that was launched has ended."""
+        """Returns an event behind all work launched so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long things may take, in seconds."""
+    """Time limits, in seconds."""
 
     operation_s: float = 5.0
-    """From the launch of a send or receive to its end."""
+    """Time from the launch of a send or a receive to its end."""
     leave_s: float = 1.0
-    """For a thread to leave the call that it is in, before the communicator is aborted under it."""
+    """Time for a thread to return from its current call before the communicator is aborted anyway."""
     settle_s: float = 2.0
-    """For kernels to end after the abort."""
+    """Time for kernels to end after the abort."""
     watch_s: float = 0.02
-    """Between two looks of the watchdog."""
+    """Interval between the watchdog's checks."""
     poll_s: float = 0.0002
-    """Between two looks of a thread that waits."""
+    """Interval between the checks of a waiting thread."""
 
 
 class State(Enum):
-    """Where a pair is in its life."""
+    """State of a pair."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -120,14 +126,17 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A send or receive that was launched."""
+    """A launched send or receive."""
 
     event: Event
     deadline: float
 
 
 class NcclPair:
-    """One communicator. `open`, `send` and `receive` belong to one thread at a time, the rest may come from any."""
+    """One communicator. `open`, `send`, and `receive` belong to one thread at a time.
+
+    Any thread may call the other methods.
+    """
 
     def __init__(self, nccl: Nccl, stream: Stream, limits: Limits | None = None) -> None:
         self._nccl = nccl
@@ -146,16 +155,19 @@ class NcclPair:
 
     @property
     def state(self) -> State:
-        """Where it is in its life."""
+        """The current state."""
         return self._state
 
     def keep(self, *memory: torch.Tensor) -> None:
-        """Hold memory that kernels of this pair touch until none can."""
+        """Retains memory that kernels of this pair touch, until no kernel can touch it."""
         with self._changed:
             self._kept += memory
 
     def open(self, unique_id: bytes, rank: int, *, timeout_s: float) -> None:
-        """Open it, both sides at about the same time. Raises ChannelBroken, and is broken then."""
+        """Opens the communicator; both sides must call it at about the same time.
+
+        If it raises ChannelBroken, the pair is broken.
+        """
         countdown = Countdown(timeout_s)
         self._watchdog = threading.Thread(target=self._watch, name="tandem-nccl", daemon=True)
         self._watchdog.start()
@@ -178,43 +190,43 @@ class NcclPair:
             is_late = self._is_ending
             if not is_late:
                 self._comm = comm
-        if is_late:  # the watchdog has given up on this thread, and found nothing to abort
+        if is_late:  # the watchdog gave up on this thread before there was anything to abort
             self._nccl.abort(comm)
 
     def check(self) -> None:
-        """Raise what broke it, if anything did."""
+        """Raises the error that broke the pair, if it is broken."""
         with self._changed:
             if self._error is not None:
                 raise type(self._error)(self._error.message)
 
     def send(self, memory: torch.Tensor) -> Operation:
-        """Launch a send of this memory, which must be kept. Raises ChannelBroken."""
+        """Launches a send of this memory, which must be retained with `keep`. Raises ChannelBroken."""
         return self._launch(self._nccl.send, memory)
 
     def receive(self, memory: torch.Tensor) -> Operation:
-        """Launch a receive into this memory, which must be kept. Raises ChannelBroken."""
+        """Launches a receive into this memory, which must be retained with `keep`. Raises ChannelBroken."""
         return self._launch(self._nccl.receive, memory)
 
     def wait(self, operation: Operation) -> None:
-        """Wait until an operation has ended. Raises ChannelBroken; the watchdog keeps the time."""
+        """Waits until an operation has ended. Raises ChannelBroken. The watchdog enforces the timeout."""
         while not operation.event.is_done():
             self.check()
-            time.sleep(self._limits.poll_s)  # a GPU's event wakes nobody
+            time.sleep(self._limits.poll_s)  # a GPU event cannot wake a thread
         self.check()
 
     def break_off(self, error: ChannelBroken) -> None:
-        """Give it up; it is aborted in the background. Idempotent, does not block."""
+        """Breaks the pair off, and aborts it in the background. Idempotent, does not block."""
         with self._changed:
             if self._state in (State.OPENING, State.OPEN):
                 self._state = State.BROKEN
-                self._error = type(error)(error.message)  # one that is raised holds on to what its frames hold
+                self._error = type(error)(error.message)  # a copy: a raised error keeps its frames' objects alive
             if self._watchdog is None:
                 self._state = State.GONE
                 self._kept.clear()
             self._changed.notify_all()
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Wait until nothing of it is left on the device; return whether that is so."""
+        """Waits until nothing of the pair is left on the device. Returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._state is State.GONE, timeout_s)
 
@@ -228,7 +240,7 @@ class NcclPair:
             with self._in_call(countdown):
                 code = call(self._own_comm(), memory.data_ptr(), memory.numel(), self._stream.handle)
                 self._raise_for(code)
-            # Nothing else may be called before it is settled, and the event must come behind the kernel.
+            # No other call is allowed before this call settles, and the event must be recorded after the kernel.
             self._await_settled(countdown)
             operation = Operation(self._stream.record(), time.monotonic() + self._limits.operation_s)
         except ChannelBroken as error:
@@ -240,7 +252,7 @@ class NcclPair:
         return operation
 
     def _await_settled(self, countdown: Countdown) -> None:
-        """Wait until the last call is no more in progress. Raises ChannelBroken."""
+        """Waits until the last call is no longer in progress. Raises ChannelBroken."""
         while True:
             self.check()
             with self._in_call(countdown):
@@ -248,10 +260,13 @@ class NcclPair:
             if code != IN_PROGRESS:
                 self._raise_for(code)
                 return
-            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL tells its state only when asked
+            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL reports its state only to polls
 
     def _own_comm(self) -> int:
-        """The communicator. To be asked for in a call, as it may be aborted while its locks are waited for."""
+        """Returns the communicator.
+
+        Call it while holding the locks, because an abort may happen while the caller waits for them.
+        """
         comm = self._comm
         if comm is None:
             raise ChannelBroken("the communicator is not open")
@@ -282,7 +297,7 @@ class NcclPair:
                 is_late = bool(self._operations) and time.monotonic() > self._operations[0].deadline
             if is_late:
                 raise ChannelTimeout("the peer did not take part in a transfer in time")
-            # A thread in a call finds its errors itself.
+            # A thread that is in a call detects errors itself.
             comm = self._comm
             if self._state is State.OPEN and comm is not None and self._calling.acquire(blocking=False):
                 try:
@@ -323,7 +338,7 @@ class NcclPair:
         with self._changed:
             if not is_settled:
                 logger.error("kernels of an aborted communicator still run: their memory is left to them for good")
-                # The stream too: its next user would wait behind them.
+                # Retain the stream too: work of its next user would wait behind these kernels.
                 _left_behind.extend((*self._kept, self._stream))
             self._kept.clear()
             self._operations.clear()
@@ -342,7 +357,7 @@ class NcclPair:
 
 
 class _Locks:
-    """Locks that are taken in order, each within what is left of a time."""
+    """Acquires locks in order, each within the remaining time."""
 
     def __init__(self, locks: tuple[threading.Lock, ...], countdown: Countdown) -> None:
         self._locks = locks

@@ -1,6 +1,6 @@
-"""Which transports there are, which of them a pool can use, and which of those reach another one.
+"""Lists the transports, and decides which of them a pool can use and which of those connect it to another pool.
 
-Choosing is pure: facts of both sides in, names in order out. What was measured comes from `kv_transfer.measure`.
+The choice is a pure function of facts about both sides. `kv_transfer.measure` supplies the measurements.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from services.runtime.errors import ConfigError
 
 AUTO = "auto"
 NAMES = ("cuda_ipc", "nccl", "shm", "tcp", "tls")
-"""What `auto` stands for, best first as far as that can be known without a measurement."""
+"""The transports that `auto` stands for, in the best order that is known without a measurement."""
 UNENCRYPTED = ("nccl", "tcp")
-"""What leaves the host as it is; with TLS `tls` takes the place of both."""
+"""Transports that send pages to other hosts unencrypted. With TLS, `tls` replaces both."""
 HOST_NETWORK = ("tls", "tcp")
-"""What carries pages of the host's memory between hosts: a pool has one of them."""
+"""Transports between hosts for pages in host memory. A pool has one of them."""
 NETWORK_NAMES = frozenset({*HOST_NETWORK, "nccl"})
-"""What crosses a network between hosts."""
+"""Transports that cross a network between hosts."""
 CLEARLY_FASTER = 1.25
-"""So much faster something must have been measured to be taken before what stands before it: machines are noisy."""
+"""Measured speedup that a transport needs to move ahead of an earlier one. Measurements are noisy."""
 WORD_BYTES = 8
 DEVICE_NAMES = frozenset({"cuda_ipc", "nccl"})
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where one side's pages are, as far as it decides what can reach them.
+    """Location of one side's pages, as far as it determines which transports can reach them.
 
-    `host_id` names the reach of shared memory; `gpu_id` the GPU, empty for memory of the host; `nccl` the version of
-    NCCL and the host as NCCL sees it, `version@name`, empty without NCCL.
+    `host_id` identifies the scope of shared memory. `gpu_id` identifies the GPU. It is empty for host memory. `nccl` is
+    `version@name`, with the host's name as NCCL sees it. It is empty without NCCL.
     """
 
     host_id: str
@@ -54,7 +54,7 @@ class Reach:
     nccl: str = ""
 
     def at(self, device: torch.device) -> Reach:
-        """Returns this place with pages on a device."""
+        """Returns the location of pages on this device of the same host."""
         if device.type != "cuda":
             return self
         properties = torch.cuda.get_device_properties(device)
@@ -64,14 +64,14 @@ class Reach:
 
 
 class Transports:
-    """The transports of one pool, by name. With `tls` nothing leaves the host unencrypted."""
+    """The transports of one pool, by name. With `tls`, no page leaves the host unencrypted."""
 
     def __init__(self, device: torch.device, page_bytes: int, tls: ChannelTls | None = None) -> None:
         self._by_name = dict(_host_transports())
         self._is_encrypted = tls is not None
         if not ShmTransport.is_supported():
             del self._by_name["shm"]
-        # Kernels move words: a page that is no whole number of them takes the way over host memory.
+        # The kernels move 64-bit words. Pages that are not a multiple of 8 bytes pass through host memory.
         if page_bytes % WORD_BYTES == 0:
             self._by_name.update(device_transports(device))
         if tls is not None:
@@ -83,9 +83,9 @@ class Transports:
         return self._by_name[name]
 
     def resolve(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the transports to offer, best first, with what `auto` stands for here.
+        """Returns the transports to offer, best first, with `auto` expanded to the transports available here.
 
-        Raises ConfigError for an unknown name, and for one that these pages cannot use.
+        Raises ConfigError for an unknown name, and for a transport that these pages cannot use.
         """
         resolved: list[str] = []
         for name in names:
@@ -105,7 +105,7 @@ class Transports:
 
 
 def device_transports(device: torch.device) -> dict[str, Transport]:
-    """Return the transports that carry pages of this device without the host's memory."""
+    """Returns the transports that carry pages of this device without a copy through host memory."""
     found: dict[str, Transport] = {}
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -117,12 +117,12 @@ def device_transports(device: torch.device) -> dict[str, Transport]:
 
 
 def transport_named(name: str) -> Transport:
-    """Return the transport of this name for memory of the host. Raises KeyError."""
+    """Returns the host-memory transport of this name. Raises KeyError."""
     return _host_transports()[name]
 
 
 def reaches(name: str, sender: Reach, receiver: Reach) -> bool:
-    """Whether a transport that both sides have can work between them, as far as the facts tell."""
+    """Returns whether a transport that both sides have can connect them, judged by their locations alone."""
     is_same_host = sender.host_id == receiver.host_id
     if name in ("loopback", "shm"):
         return is_same_host
@@ -133,14 +133,14 @@ def reaches(name: str, sender: Reach, receiver: Reach) -> bool:
     if name == "nccl":
         version, _, host = sender.nccl.partition("@")
         other_version, _, other_host = receiver.nccl.partition("@")
-        # NCCL refuses two ranks on one GPU, unless it is told that they are on different hosts.
+        # NCCL rejects two ranks on one GPU, unless NCCL_HOSTID makes them appear to be on different hosts.
         is_accepted = sender.gpu_id != receiver.gpu_id or host != other_host
         return bool(version) and version == other_version and is_accepted
     return True
 
 
 def choose(offered: Sequence[str], available: Sequence[str], *, sender: Reach, receiver: Reach) -> str | None:
-    """Return the first offered transport that the receiver has too and that reaches it, or None."""
+    """Returns the first offered transport that the receiver also has and that connects the two, or None."""
     for name in offered:
         if name in available and reaches(name, sender, receiver):
             return name
@@ -148,9 +148,10 @@ def choose(offered: Sequence[str], available: Sequence[str], *, sender: Reach, r
 
 
 def in_order(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names best first: what was measured to be clearly faster, else as they were; unmeasured ones last.
+    """Returns the names, best first. A clearly faster measurement moves a name forward; unmeasured names are last.
 
-    A device's channel comes before those of the host, which are measured without the copies to and from the device.
+    Device channels precede host channels, because the measurement of a host channel excludes the copies to and from the
+    device.
     """
     measured = [name for name in names if name in bytes_per_s]
     on_device = _by_rate([name for name in measured if name in DEVICE_NAMES], bytes_per_s)
@@ -171,16 +172,16 @@ def _by_rate(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> list[str
 
 
 def local_host_id() -> str:
-    """Return a name for this host's reach of shared memory: its boot and its network namespace.
+    """Returns an ID for the scope in which this process can share memory: the boot and the network namespace.
 
-    Two containers of one machine share the boot but not the namespace that the doorbell's socket lives in.
+    Two containers on one machine share the boot, but not the network namespace, which contains the doorbell's socket.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
         namespace = os.readlink("/proc/self/ns/net")
     except OSError:
-        # Not Linux: no shared memory either, so a name that equals no other is right.
+        # Without Linux there is no shared memory either, so use an ID that differs from any other process's.
         return f"process-{os.getpid()}"
     return hashlib.sha256(f"{boot_id} {namespace}".encode()).hexdigest()[:32]
 

@@ -1,7 +1,7 @@
-"""Channel between two processes of one host: the ring is memory that both map, a Unix socket is the doorbell.
+"""Channel between two processes of one host. The ring is memory that both map, with a Unix socket as the doorbell.
 
-The receiver makes the memory as an anonymous file and passes it over the socket; the socket lives in the abstract
-namespace. Neither has a name on a disk, so nothing is left behind however the processes end. Linux only.
+The receiver creates the memory as an anonymous file and passes it over the socket, which lives in the abstract
+namespace. Neither has a name in the file system, so nothing is left behind, however the processes end. Linux only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from services.runtime.descriptors import receive_fds
 
 _POSTED = struct.Struct("<QIQ16s")  # seq, slot, bytes, digest
 _RELEASED = struct.Struct("<I")  # slot
-_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the peer cannot truncate under us
+_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the peer cannot truncate the mapped file
 _BACKLOG = 64
 
 
@@ -51,15 +51,15 @@ class ShmTransport(Transport):
 
     @staticmethod
     def is_supported() -> bool:
-        """Whether this system has anonymous files and abstract sockets."""
+        """Returns whether this system has anonymous files and abstract sockets."""
         return sys.platform == "linux" and hasattr(os, "memfd_create")
 
     def listen(self, host: str, port: int) -> Listener:
-        """Start a listener under a random abstract name."""
+        """Starts a listener under a random abstract name."""
         return _ShmListener()
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
-        """Open a channel on this host."""
+        """Opens a channel on this host."""
         countdown = Countdown(timeout_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -76,7 +76,7 @@ class ShmTransport(Transport):
 
 
 class ShmSendChannel(SendChannel):
-    """Copies buffers into a free slot of the receiver's ring and rings the bell."""
+    """Copies buffers into a free slot of the receiver's ring, and signals it on the doorbell."""
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap, ring: RingSpec) -> None:
         self._socket = sock
@@ -119,7 +119,7 @@ class ShmSendChannel(SendChannel):
         return self._free.pop()
 
     def _collect(self) -> None:
-        """Take back all slots that the receiver has released by now."""
+        """Collects all slots that the receiver has released so far."""
         while True:
             try:
                 message = self._socket.recv(_RELEASED.size, socket.MSG_DONTWAIT)
@@ -137,7 +137,7 @@ class ShmSendChannel(SendChannel):
 
 
 class ShmReceiveChannel(ReceiveChannel):
-    """Owns the ring; a frame is served from the slot in place."""
+    """Owns the ring. Returns frames as views of their slots."""
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap, ring: RingSpec) -> None:
         self._socket = sock
@@ -157,7 +157,7 @@ class ShmReceiveChannel(ReceiveChannel):
         try:
             message = self._socket.recv(_POSTED.size + 1)
         except OSError as error:
-            # What it had not read of ours makes its end look like an error.
+            # If the sender ends with unread messages from us, its regular end looks like an error.
             raise ChannelEnded(f"the sender is gone: {error}") from error
         if not message:
             raise ChannelEnded("the sender closed the channel")
@@ -178,7 +178,8 @@ class ShmReceiveChannel(ReceiveChannel):
         try:
             self._socket.send(_RELEASED.pack(slot), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError:
-            # The sender is gone, or does not collect its slots; either way the next poll or its stall limit tells.
+            # The sender has disconnected, or does not collect its slots. The next poll or its stall timeout reports
+            # either case.
             return
 
     def shutdown(self) -> None:
@@ -215,7 +216,7 @@ class _ShmListener(Listener):
 
 
 def _connect(sock: socket.socket, address: str, timeout_s: float) -> None:
-    # The kernel keeps the time: with a Python timeout a full backlog would be an error at once instead of a wait.
+    # Use the kernel's timeout: with a Python timeout, a full backlog would be an immediate error instead of a wait.
     seconds = int(timeout_s)
     limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -250,7 +251,7 @@ def _receive_ring(sock: socket.socket, ring: RingSpec) -> mmap.mmap:
 
 
 def _map(fd: int, ring: RingSpec) -> mmap.mmap:
-    # Populated at once: page faults would otherwise cost more than the copies of the first round.
+    # Populate at once: page faults would otherwise cost more than the copies of the first round.
     return mmap.mmap(fd, ring.num_slots * ring.slot_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -279,4 +280,4 @@ def _shutdown(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # no longer connected, or closed: that is what was wanted
+        return  # already disconnected or closed

@@ -1,10 +1,10 @@
-"""Which ring slot holds what, told over a socket: the control side of channels whose payload travels on a GPU's ways.
+"""Announces the content of ring slots over a socket: the control side of channels whose payload travels between GPUs.
 
-    sender   → seq, slot, bytes, digest     (the slot is filled, or will be by what is on its way)
-    receiver → slot                         (it may be filled again)
+    sender   → seq, slot, bytes, digest     (the slot is filled, or will be by a transfer in flight)
+    receiver → slot                         (the slot may be filled again)
 
-Messages have fixed sizes and never pile up, as there are no more of them on their way than slots. The socket's end is
-the other side's end: a process that dies, however it does, is noticed here at once, and by a GPU not at all.
+Messages have fixed sizes and never pile up, because there are at most as many in transit as slots. The end of the
+socket means the end of the peer: the socket detects a dead process immediately, and a GPU does not detect it at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RELEASED = struct.Struct("<I")  # slot
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A slot that was filled."""
+    """A filled slot."""
 
     seq: int
     slot: int
@@ -32,7 +32,7 @@ class Posted:
 
 
 class SenderSlots:
-    """The sender's view of the ring. One thread, but for `shutdown`."""
+    """The sender's view of the ring. For use by one thread, except for `shutdown`."""
 
     def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
         self._messages = _Messages(sock, _RELEASED.size)
@@ -41,7 +41,7 @@ class SenderSlots:
         self._in_flight: set[int] = set()
 
     def take(self, num_bytes: int, timeout_s: float) -> int:
-        """Wait for a slot that may be filled. Raises ChannelTimeout, ChannelBroken, ValueError for too much."""
+        """Waits for a free slot. Raises ChannelTimeout, ChannelBroken, and ValueError if the frame exceeds a slot."""
         if num_bytes > self._ring.slot_bytes:
             raise ValueError("the bytes of a frame do not fit into one slot")
         self.collect()
@@ -52,21 +52,24 @@ class SenderSlots:
         return self._free.pop()
 
     def post(self, posted: Posted) -> None:
-        """Tell of a filled slot. Raises ChannelBroken."""
+        """Announces a filled slot. Raises ChannelBroken."""
         self._in_flight.add(posted.slot)
         self._messages.send(_POSTED.pack(posted.seq, posted.slot, posted.num_bytes, posted.digest))
 
     def collect(self) -> None:
-        """Take back what was released by now. Raises ChannelBroken, also where the receiver is gone."""
+        """Collects all slots that were released so far.
+
+        Raises ChannelBroken, for example if the receiver has disconnected.
+        """
         while (message := self._messages.receive(0.0)) is not None:
             self._take_back(message)
 
     def shutdown(self) -> None:
-        """End it for both sides and wake all that wait. Idempotent, does not block."""
+        """Ends the channel for both sides and wakes all waiting threads. Idempotent, does not block."""
         self._messages.shutdown()
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Closes the socket. Idempotent."""
         self._messages.close()
 
     def _take_back(self, message: bytes | None) -> None:
@@ -80,7 +83,7 @@ class SenderSlots:
 
 
 class ReceiverSlots:
-    """The receiver's view of the ring. One thread calls `next`; `release` and `shutdown` may come from any."""
+    """The receiver's view of the ring. One thread calls `next`. Any thread may call `release` and `shutdown`."""
 
     def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
         self._messages = _Messages(sock, _POSTED.size)
@@ -89,7 +92,7 @@ class ReceiverSlots:
         self._held: set[int] = set()
 
     def next(self, timeout_s: float) -> Posted | None:
-        """Return the next filled slot, None if none comes in time. Raises ChannelBroken."""
+        """Returns the next filled slot, or None if none is announced in time. Raises ChannelBroken."""
         message = self._messages.receive(timeout_s)
         if message is None:
             return None
@@ -102,7 +105,7 @@ class ReceiverSlots:
         return posted
 
     def release(self, slot: int) -> None:
-        """Let the slot be filled again. A sender that is gone is not told; `next` tells."""
+        """Frees the slot for a new frame. Does not report that the sender has disconnected; `next` does."""
         with self._lock:
             if slot not in self._held:
                 raise ValueError(f"ring slot {slot} was released twice")
@@ -113,16 +116,16 @@ class ReceiverSlots:
             return
 
     def shutdown(self) -> None:
-        """End it for both sides and wake all that wait. Idempotent, does not block."""
+        """Ends the channel for both sides and wakes all waiting threads. Idempotent, does not block."""
         self._messages.shutdown()
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Closes the socket. Idempotent."""
         self._messages.close()
 
 
 class _Messages:
-    """Messages of one size each way, on a stream or in packets."""
+    """Fixed-size messages in each direction, on a stream socket or in packets."""
 
     def __init__(self, sock: socket.socket, incoming_bytes: int) -> None:
         self._socket = sock
@@ -139,7 +142,7 @@ class _Messages:
             raise ChannelBroken("the other side of the channel does not read what it is told")
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return one whole message, None if it is not there in time. Raises ChannelBroken."""
+        """Returns one whole message, or None if it does not arrive in time. Raises ChannelBroken."""
         countdown = Countdown(max(timeout_s, 0.0))
         while True:
             try:
@@ -149,7 +152,7 @@ class _Messages:
                     return None
                 continue
             except OSError as error:
-                # What it had not read of ours makes its end look like an error.
+                # If the peer ends with unread messages from us, its regular end looks like an error.
                 raise ChannelEnded(f"the other side of the channel is gone: {error}") from error
             self._received += piece
             if not piece:
@@ -163,7 +166,7 @@ class _Messages:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # no longer connected, or closed: that is what was wanted
+            return  # already disconnected or closed
 
     def close(self) -> None:
         self._socket.close()

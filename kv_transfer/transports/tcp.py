@@ -1,6 +1,6 @@
-"""Channel between two machines over one TCP connection: a small header, then the payload straight into a ring slot.
+"""Channel between two machines over one TCP connection: a small header, then the payload directly into a ring slot.
 
-The sender's pages go to the socket without a copy in between; the connection's own flow control is the back-pressure.
+The sender's pages are written to the socket without a copy. The connection's flow control provides backpressure.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kv_transfer.transports.handshake import READY, Acceptor, Finish, keep_alive
 from services.runtime.dialling import dial
 
 _HEADER = struct.Struct("<QQ16s")  # seq, bytes, digest
-_MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
+_MAX_BUFFERS = 512  # for one sendmsg; the system's limit is 1024
 _BACKLOG = 64
-# Once the receiver has begun to take a frame in, a sender that stops in the middle is given this long.
+# Timeout for a sender that stops in the middle of a frame, in seconds.
 _STALL_S = 5.0
 POLL_S = 0.25
 CONNECT_TIMEOUT_S = 1.5
-"""Time for the connection of a channel. Within it, `dial` sends enough packets that losing some does not matter."""
+"""Timeout for connecting a channel, in seconds. Within it, `dial` sends enough packets to tolerate the loss of some."""
 _Address: TypeAlias = tuple[str, int]
 
 
@@ -51,11 +51,11 @@ class TcpTransport(Transport):
     name = "tcp"
 
     def listen(self, host: str, port: int) -> Listener:
-        """Listen on exactly this address. Port 0 takes a free one."""
+        """Listens on exactly this address. Port 0 selects a free port."""
         return TcpListener(host, port, _make_ready)
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
-        """Open a channel to `host:port`."""
+        """Opens a channel to `host:port`."""
         countdown = Countdown(timeout_s)
         sock = connect(address, countdown)
         try:
@@ -72,7 +72,7 @@ class TcpTransport(Transport):
 
 
 class TcpSendChannel(SendChannel):
-    """Writes header and buffers to the connection in as few system calls as there are."""
+    """Writes the header and the buffers to the connection in as few system calls as possible."""
 
     def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
         self._socket = sock
@@ -107,7 +107,10 @@ class TcpSendChannel(SendChannel):
         _set_timeout(self._socket, option, POLL_S)
 
     def _send(self, pieces: list[memoryview]) -> int:
-        """Returns how many bytes of the pieces, from the first on, the connection took; 0: none for a while."""
+        """Returns how many bytes of the pieces the connection accepted, from the start.
+
+        Returns 0 if it accepted none for a while.
+        """
         try:
             return self._socket.sendmsg(pieces[:_MAX_BUFFERS], [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -117,7 +120,7 @@ class TcpSendChannel(SendChannel):
 
 
 class TcpReceiveChannel(ReceiveChannel):
-    """Receives each frame into a free slot of a ring of its own."""
+    """Receives each frame into a free slot of its ring."""
 
     def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
         self._socket = sock
@@ -179,7 +182,7 @@ class TcpReceiveChannel(ReceiveChannel):
             return self._free.pop() if self._free else None
 
     def _receive_header(self, end: float) -> bool:
-        """Wait for a header until `end`; one that has begun is finished."""
+        """Waits for a header until `end`. Completes a header that has started to arrive. Returns False on timeout."""
         while True:
             num_received = self._receive_some(self._header)
             if num_received:
@@ -202,7 +205,7 @@ class TcpReceiveChannel(ReceiveChannel):
                 raise ChannelTimeout("the sender stopped in the middle of a frame")
 
     def _receive_some(self, target: memoryview) -> int:
-        """Return how many bytes came, 0 if none came for a while."""
+        """Returns the number of bytes received, or 0 if none arrived for a while."""
         try:
             num_received = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
         except BlockingIOError:
@@ -215,7 +218,7 @@ class TcpReceiveChannel(ReceiveChannel):
 
 
 class TcpListener(Listener):
-    """Listens on exactly one address. `finish` makes a channel of a proven connection; see `Acceptor`."""
+    """Listens on exactly one address. `finish` turns a proven connection into a channel; see `Acceptor`."""
 
     def __init__(self, host: str, port: int, finish: Finish) -> None:
         sock = listen(host, port)
@@ -238,7 +241,7 @@ class TcpListener(Listener):
 
 
 def connect(address: str, countdown: Countdown) -> socket.socket:
-    """Connects to `host:port`, whichever of the host's addresses answers first. Raises ChannelBroken."""
+    """Connects to `host:port`, at the host's first address that responds. Raises ChannelBroken."""
     host, port = split_address(address)
     try:
         sock = dial(host, port, timeout_s=min(CONNECT_TIMEOUT_S, countdown.remaining_s()))
@@ -250,14 +253,14 @@ def connect(address: str, countdown: Countdown) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on exactly this address; `::` means IPv4 too, as for the worker's gRPC server. Raises OSError."""
+    """Listens on exactly this address. `::` includes IPv4, as for the worker's gRPC server. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_dual = host == "::" and socket.has_dualstack_ipv6()
     return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
 
 
 def split_address(address: str) -> _Address:
-    """Return host and port of `host:port` or `[v6]:port`. Raises ChannelBroken."""
+    """Returns host and port of `host:port` or `[v6]:port`. Raises ChannelBroken."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ChannelBroken(f"{address!r} is not host:port")
@@ -274,7 +277,7 @@ def _make_ready(sock: socket.socket, ring: RingSpec, _: ChannelKey) -> ReceiveCh
 
 
 def _set_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
-    # The kernel keeps the time: a Python timeout would make the socket non-blocking and cost a poll per call.
+    # Use the kernel's timeout: a Python timeout would make the socket non-blocking and cost a poll for each call.
     sock.setblocking(True)
     seconds = int(timeout_s)
     sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6)))
@@ -292,4 +295,4 @@ def _shutdown(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # no longer connected, or closed: that is what was wanted
+        return  # already disconnected or closed

@@ -1,7 +1,8 @@
-"""The channel `tcp` with everything after the handshake encrypted: TLS 1.3 over the connection that has been proven.
+"""The `tcp` channel with encryption after the handshake: TLS 1.3 over the proven connection.
 
-Both ends show certificates of the cluster's CA, and prove the channel's token once more over what this very TLS
-handshake has computed. Somebody in between with a certificate too has two handshakes, and so no such proof.
+Both ends present certificates of the cluster's CA. They then prove the channel's token again, over the transcript of
+this TLS handshake. A man in the middle that also has a certificate takes part in two handshakes, so it cannot produce
+this proof.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from kv_transfer.transports.tcp import POLL_S, TcpListener, TcpReceiveChannel, T
 from services.runtime.errors import ConfigError
 
 JOINED_BYTES = 1 << 14
-"""Most bytes of a TLS record. Each call makes one, so smaller pieces are sent together."""
+"""Maximum size of a TLS record. Each call produces a record, so smaller pieces are joined."""
 
 
 class ChannelTls(Protocol):
-    """Where the certificates are; services.runtime.tls.Identity is one."""
+    """Provides the certificates; for example services.runtime.tls.Identity."""
 
     def channel_context(self, *, is_server: bool) -> ssl.SSLContext:
-        """For one channel, with the files as they are now."""
+        """Returns the context for one channel, with the current certificate files."""
         ...
 
 
@@ -54,11 +55,11 @@ class TlsTransport(Transport):
         self._tls = tls
 
     def listen(self, host: str, port: int) -> Listener:
-        """Listen on exactly this address. Port 0 takes a free one."""
+        """Listens on exactly this address. Port 0 selects a free port."""
         return TcpListener(host, port, self._make_ready)
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
-        """Open a channel to `host:port`."""
+        """Opens a channel to `host:port`."""
         countdown = Countdown(timeout_s)
         sock = connect(address, countdown)
         try:
@@ -95,7 +96,7 @@ class TlsTransport(Transport):
         return channel
 
     def _wrap(self, sock: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
-        """Shakes hands within the socket's time limit. Raises OSError, ChannelBroken."""
+        """Performs the TLS handshake within the socket's timeout. Raises OSError and ChannelBroken."""
         try:
             context = self._tls.channel_context(is_server=is_server)
         except ConfigError as error:
@@ -104,7 +105,7 @@ class TlsTransport(Transport):
 
 
 class TlsSendChannel(TcpSendChannel):
-    """Encrypts what it writes; the pieces of a frame are joined where they are small."""
+    """Encrypts frames. Joins small pieces of a frame."""
 
     _socket: ssl.SSLSocket
 
@@ -117,7 +118,7 @@ class TlsSendChannel(TcpSendChannel):
 
     def _send(self, pieces: list[memoryview]) -> int:
         try:
-            # Where nothing was taken the same bytes come again, as TLS asks for it.
+            # If nothing was sent, the next call passes the same bytes again, as TLS requires.
             return self._socket.send(_joined(pieces))
         except (TimeoutError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
@@ -126,7 +127,7 @@ class TlsSendChannel(TcpSendChannel):
 
 
 class TlsReceiveChannel(TcpReceiveChannel):
-    """Decrypts what it receives straight into a slot of its ring."""
+    """Decrypts received frames directly into a slot of its ring."""
 
     _socket: ssl.SSLSocket
 
@@ -163,15 +164,18 @@ def _joined(pieces: Sequence[memoryview]) -> memoryview | bytes:
 
 
 def _shutdown(sock: ssl.SSLSocket) -> None:
-    """Ends the connection below TLS: SSLSocket's own would let a reader in another thread skip decrypting."""
+    """Shuts down the connection below TLS. SSLSocket.shutdown would make a reader in another thread skip decryption."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        return  # no longer connected, or closed: that is what was wanted
+        return  # already disconnected or closed
 
 
 def _proof(key: ChannelKey, role: bytes, sock: ssl.SSLSocket) -> bytes:
-    """Over the client's Finished message, which is an HMAC of this handshake's whole transcript (RFC 8446, 4.4.4)."""
+    """Returns an HMAC over the client's Finished message, which depends on the whole transcript of this TLS handshake.
+
+    See RFC 8446, section 4.4.4.
+    """
     finished = sock.get_channel_binding("tls-unique")
     if finished is None:
         raise ChannelBroken("the TLS handshake has not ended")
