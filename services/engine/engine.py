@@ -410,7 +410,7 @@ class Engine:
         budget_tokens, num_reportable = self._chunk_tokens, PROMPT_ROWS
         for sequence in self._running:
             num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-            # After the prompt, compute one token per step, also for emitted tokens, so that their KV is computed in the
+            # After the prompt, compute one token per step, emitted tokens included, so that their KV is computed in the
             # same way as in the first attempt.
             num_tokens = min(num_prompt_left, budget_tokens) if num_prompt_left > 0 else 1
             if sequence.reports_prompt:

@@ -9,7 +9,7 @@ same kernels as a separate step.
 
 Launching ahead: if all rows of step n choose their tokens on the device, step n + 1 of the same rows is launched
 immediately after step n. It reads the tokens of step n from device memory. Only then does the host wait for the tokens
-of step n. If the next plan contains these rows in the expected state, its result is ready or in progress. If not
+of step n. If the next plan contains only these rows, in the expected state, its result is ready or in progress. If not
 (because a row joined, was preempted, or received a different token), the result is dropped and the plan is computed.
 Launching ahead is safe for these reasons:
 
@@ -170,7 +170,7 @@ class GpuRunner(ModelRunner):
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
         """Launches decode rows on the device.
 
-        Call the result to wait for their tokens. Launch prompt chunks in between.
+        Returns a function that waits for their tokens. The caller computes prompt chunks before it calls the function.
         """
         ahead, self._ahead = self._ahead, None
         if not items:

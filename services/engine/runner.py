@@ -1,7 +1,6 @@
-"""Runs a step plan: packs it into tensors, calls the model, and samples. Makes no scheduling decision and changes no
-sequence.
+"""Runs a step plan: packs it into tensors, calls the model, and samples.
 
-Besides the model, this is the only module that uses torch on the hot path.
+Makes no scheduling decision and changes no sequence. Besides the model, this is the only module that uses torch on the hot path.
 
 Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocabulary.
 """
@@ -83,7 +82,7 @@ class ModelRunner:
     def compute(self, step: PreparedStep) -> StepResult:
         """Runs the rest of `run`.
 
-        Returns after every rank and device has written its pages, so they can be reported.
+        Returns after every rank and device has completed its writes, because the caller then reports the pages as written.
         """
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
@@ -114,7 +113,7 @@ class ModelRunner:
         return [next(chosen) if item.is_sampled else next(pooled) if item.num_pooled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
-        """Computes part of a prompt in pieces, and reports the log-probability of each next prompt token."""
+        """Computes part of a prompt in pieces, and reports the log-probability of each token's successor in the prompt."""
         sequence = copy.copy(item.sequence)  # this copy differs only in `num_computed_tokens`
         count = sequence.sampling.prompt_logprobs or 0
         told: PromptReport | None = None
@@ -146,7 +145,7 @@ class ModelRunner:
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> Packed:
         """Packs the inputs of one forward pass.
 
-        It returns logits for all tokens, or only for tokens that are sampled.
+        If `wants_all` is true, the pass returns logits for all tokens, otherwise only for rows that are sampled.
         """
         if not wants_all and all(item.num_scheduled_tokens == 1 and item.is_sampled for item in items):
             return self._pack_next_tokens(items)

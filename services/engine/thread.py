@@ -56,7 +56,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Commands submitted earlier run now."""
+        """Starts the thread, which first runs the commands submitted so far."""
         self._thread.start()
 
     def submit(self, command: Callable[[], Result]) -> Future[Result]:

@@ -4,8 +4,8 @@ A page is copied here when an allocation evicts it from the pool, and only if it
 content is then final, and was computed or verified on this worker. The key is unchanged, so the same tenants can find
 the page. When a sequence starts with the page's content, the page is copied into a page of that sequence, provided that
 the caller expects the copy to pay off. A key is in the pool or in this tier, never in both. When the tier is full, it
-evicts the pages stored first. Within one sequence, these are its last pages. A reloaded page has the same bytes and the
-same key as a page that was never evicted.
+evicts the pages stored first, and therefore the end of a sequence before its beginning. A reloaded page has the same
+bytes and the same key as a page that was never evicted.
 
 Does not depend on sequences, link speeds, or clocks. The engine thread owns the tier, so there are no locks, and each
 method completes its operation before it returns. The content is lost with the process, like the pool.

@@ -31,8 +31,8 @@ def num_pool_pages(
     """Returns the number of pages in the pool. The weights are already loaded.
 
     The result is `num_pages`, or the number of pages that fit into `kv_memory_bytes`. If neither is set, the default on
-    a CPU is 1 GiB or a quarter of the available memory, whichever is less. On a GPU, the default is half of the smaller
-    of two sizes: the free memory, and `gpu_memory_share` times the GPU's total memory minus the weights. Raises
+    a CPU is 1 GiB or a quarter of the available memory, whichever is less. On a GPU, the default is half of the free
+    memory, and at most half of `gpu_memory_share` of the memory that the weights leave of the GPU's total. Raises
     ConfigError if the settings contradict each other or exceed the available memory.
     """
     if num_pages is not None and kv_memory_bytes is not None:

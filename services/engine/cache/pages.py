@@ -34,7 +34,7 @@ class PageCounts(NamedTuple):
 
 
 class PageChanges(NamedTuple):
-    """Keys that became findable and keys that no longer are. No key is in both."""
+    """Keys added to the index and keys removed from it since the last report. No key is in both."""
 
     added: tuple[PageKey, ...]
     evicted: tuple[PageKey, ...]
@@ -62,8 +62,8 @@ class PageAllocator:
     move there, and `find_stored` finds them. A key is in the pool or in the store. `take_changes` returns the keys that
     were added to or removed from both together.
 
-    Misuse, such as releasing a free page or marking a page used twice, raises InvariantViolated. After such an error
-    the bookkeeping is wrong, and sooner or later a response is wrong too.
+    Misuse, such as releasing a free page or marking a page used twice, raises InvariantViolated, because the
+    bookkeeping is then wrong, and sooner or later a response is wrong too.
     """
 
     def __init__(self, num_pages: int, *, store: PageStore | None = None) -> None:

@@ -40,7 +40,7 @@ class SwapSpace:
         self._copies = _GpuCopies(pool.data.device) if self._is_on_gpu and self._num_slots else None
         self._free_rows = list(range(self._num_slots - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        """Row in the memory of each slot in use."""
+        """Memory row of each slot in use."""
         self._num_given = 0
 
     @property
@@ -129,7 +129,7 @@ class SwapSpace:
     def _pin(self, memory: torch.Tensor) -> None:
         """Pins memory so that copies need no staging buffer and overlap with the host.
 
-        Continues without if pinning fails.
+        Continues with unpinned memory if pinning fails.
         """
         # torch's pinned allocator rounds up to a power of two, which can double the size.
         runtime = torch.cuda.cudart()

@@ -70,9 +70,10 @@ class Grammar(Protocol):
         ...
 
     def allowed(self) -> bytes:
-        """Returns a bit mask of the allowed next tokens. Bit t % 8, of value 2^(t % 8), of byte t // 8 is token t.
+        """Returns a bit mask of the allowed next tokens.
 
-        Tokens beyond the last byte are not allowed. No bit is set if no token can follow: an earlier token was not
+        Token t is allowed if bit t % 8, of value 2^(t % 8), of byte t // 8 is set. Tokens beyond the last byte are not
+        allowed. No bit is set if no token can follow: an earlier token was not
         allowed, or the grammar is too complex to continue.
         """
         ...
@@ -170,7 +171,7 @@ class Sequence:
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the step reports the prompt's tokens."""
+        """Whether steps report the prompt's tokens."""
         return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
 
     @property
@@ -267,4 +268,4 @@ class Lookahead:
 
 
 Chooser = Sequence | Lookahead
-"""Everything except the logits that a choice depends on."""
+"""Everything that a choice depends on, except the logits."""

@@ -11,7 +11,7 @@ from services.engine.steps.sequence import Sequence
 from services.runtime.errors import GrammarExhausted, TandemError
 
 PROMPT_ROWS = 64
-"""Number of tokens of reported prompts in one step and in one forward pass. The step's other items wait for them.
+"""Maximum number of tokens of reported prompts per step and per pass. The step's other items wait for them.
 [64, V] logits take 80 MB in float64 for the largest vocabularies. A whole chunk would take gigabytes."""
 
 
