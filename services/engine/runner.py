@@ -1,6 +1,7 @@
 """Runs a step plan: packs it into tensors, calls the model, and samples.
 
-Makes no scheduling decision and changes no sequence. Besides the model, this is the only module that uses torch on the hot path.
+Makes no scheduling decision and changes no sequence. Besides the model, this is the only module that uses torch on the
+hot path.
 
 Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocabulary.
 """
@@ -82,7 +83,8 @@ class ModelRunner:
     def compute(self, step: PreparedStep) -> StepResult:
         """Runs the rest of `run`.
 
-        Returns after every rank and device has completed its writes, because the caller then reports the pages as written.
+        Returns after every rank and device has completed its writes, because the caller then reports the pages as
+        written.
         """
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
@@ -113,7 +115,7 @@ class ModelRunner:
         return [next(chosen) if item.is_sampled else next(pooled) if item.num_pooled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
-        """Computes part of a prompt in pieces, and reports the log-probability of each token's successor in the prompt."""
+        """Computes part of a prompt in pieces, and reports the log-probability of each token's successor."""
         sequence = copy.copy(item.sequence)  # this copy differs only in `num_computed_tokens`
         count = sequence.sampling.prompt_logprobs or 0
         told: PromptReport | None = None

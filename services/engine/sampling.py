@@ -126,9 +126,9 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> Prom
 def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
     """Returns an approximation of the token that `sample` would choose per row of `logits` [R, V], and its probability.
 
-    `logits` is float32. With top-k or top-p, only the likeliest candidates compete, and cutoffs ignore all other tokens.
-    The noise depends only on seed, position, and token, so similar logits yield the same token (Gumbel coupling). The
-    CPU kernels have a separate implementation, `kernels/guess.h`.
+    `logits` is float32. With top-k or top-p, only the likeliest candidates compete, and cutoffs ignore all other
+    tokens. The noise depends only on seed, position, and token, so similar logits yield the same token (Gumbel
+    coupling). The CPU kernels have a separate implementation, `kernels/guess.h`.
     """
     values = logits.numpy(force=True)
     token_ids = values.argmax(axis=-1)
@@ -411,8 +411,8 @@ def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Returns the number of leading candidates [R, 1] that pass top-k and then top-p.
 
-    `probabilities` [R, C] is in descending order. Top-p keeps the fewest tokens that together have at least top_p of the
-    probability that passes top-k.
+    `probabilities` [R, C] is in descending order. Top-p keeps the fewest tokens that together have at least top_p of
+    the probability that passes top-k.
     """
     device = probabilities.device
     num_candidates = probabilities.shape[1]

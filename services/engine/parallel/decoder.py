@@ -27,7 +27,10 @@ from services.runtime.errors import InvariantViolated
 
 
 class LayerMath(Protocol):
-    """Operations between a layer's matrices. Pages and heads belong to this rank. `index` counts all layers of the model."""
+    """Operations between a layer's matrices.
+
+    Pages and heads belong to this rank. `index` counts all layers of the model.
+    """
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the RMSNorm of each row of x [T, hidden]."""

@@ -102,7 +102,7 @@ class _Group(Protocol):
 def _group(store: Store, rank: int, size: int) -> _Group:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    # Nothing listens but on this machine's own interface, whatever its name resolves to.
+    # Listen on the loopback interface only, even if the host name resolves to another address.
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     made = gloo(store, rank, size, options)

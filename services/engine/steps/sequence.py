@@ -73,8 +73,8 @@ class Grammar(Protocol):
         """Returns a bit mask of the allowed next tokens.
 
         Token t is allowed if bit t % 8, of value 2^(t % 8), of byte t // 8 is set. Tokens beyond the last byte are not
-        allowed. No bit is set if no token can follow: an earlier token was not
-        allowed, or the grammar is too complex to continue.
+        allowed. No bit is set if no token can follow: an earlier token was not allowed, or the grammar is too complex
+        to continue.
         """
         ...
 

@@ -144,7 +144,7 @@ class LoadedWeights:
 
 
 class Files(NamedTuple):
-    """The files of a directory, with their sizes and modification times."""
+    """The files of a directory, with their inodes, sizes, and modification times."""
 
     facts: tuple[tuple[str, int, int, int, int], ...]
 
