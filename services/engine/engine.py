@@ -64,7 +64,7 @@ class EngineParts:
     allocator: PageAllocator
     runner: ModelRunner
     fingerprint: str
-    """Identity of the weights and page layout. Two workers exchange pages only if their fingerprints are equal."""
+    """See `Model.fingerprint`. Two workers exchange pages only if their fingerprints are equal."""
     tier: HostTier | None = None
     """Second cache tier for named pages that the pool evicts. Also owned by the engine thread."""
     parallelism: Parallelism = SINGLE

@@ -47,10 +47,11 @@ class Model:
     """A loaded model, for one thread at a time.
 
     `exact` is true if this process has proven that a token's result is bitwise identical for every batch composition,
-    for every split of the prompt into chunks, and in prefill and decode. `arithmetic` identifies everything except the
-    inputs that affects results. Two exact models with equal fingerprint, dtype, and arithmetic return bitwise equal
-    results in different processes. `kernels` contains the CPU kernels in use, if any. `kernels_error` is the reason why
-    torch computes instead of the compiled kernels of the device. It is empty if the compiled kernels are in use.
+    for every split of the prompt into chunks, and in prefill and decode.
+    `arithmetic` identifies everything except the inputs that affects results. Two exact models with equal fingerprint,
+    dtype, and arithmetic return bitwise equal results in different processes.
+    `kernels` contains the CPU kernels in use, if any. `kernels_error` is the reason why torch computes instead of the
+    compiled kernels of the device. It is empty if the compiled kernels are in use.
     `fingerprint` identifies the weights and the meaning of a page's bytes. Two workers exchange pages only if their
     fingerprints are equal.
     """

@@ -35,8 +35,8 @@ class DecodeRows:
     """Locations of the keys and values of B rows, one query each. All tensors are int32, on the pool's device.
 
     `context_lens` [B]: tokens including the token of this step. A row of length 0 is padding, and its result is zeros.
-    `table_starts` [B]: start of the row's page IDs in `page_ids`, in order. `split_starts` [B+1]: number of splits of
-    all previous rows, as computed by `split_starts(lens)`.
+    `table_starts` [B]: start of the row's page IDs in `page_ids`, in order.
+    `split_starts` [B+1]: number of splits of all previous rows, as computed by `split_starts(lens)`.
     """
 
     context_lens: torch.Tensor

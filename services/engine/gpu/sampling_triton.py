@@ -22,9 +22,9 @@ NOTHING_CHOSEN = -1
 class Choices:
     """Sampling parameters of B rows, on the device.
 
-    `keys` int64 [B]: keys mixed from seed and position (`services.engine.noise.noise_key`). `temperatures` float64 [B]:
-    0 selects the likeliest token. `min_p_margins` float64 [B]: the logarithm of min_p, or minus infinity if it is not
-    set.
+    `keys` int64 [B]: keys mixed from seed and position (`services.engine.noise.noise_key`).
+    `temperatures` float64 [B]: 0 selects the likeliest token.
+    `min_p_margins` float64 [B]: the logarithm of min_p, or minus infinity if it is not set.
     """
 
     keys: torch.Tensor

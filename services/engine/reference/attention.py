@@ -17,10 +17,10 @@ from services.engine.reference.attention_sdpa import paged_attention_sdpa
 class AttentionBatch:
     """Assigns packed tokens to sequences, and locates the keys and values of the sequences.
 
-    `query_start` int32 [B+1]: sequence b owns the packed tokens query_start[b] to query_start[b+1]. `context_lens`
-    int32 [B]: tokens of the sequence. The tokens of this step are included, and are the last ones. `page_tables` int32
-    [B, max pages]: page IDs in order. Entries beyond the context are ignored. `slot_mapping` int64 [T]: page_id * S +
-    slot to which each packed token's key and value are written.
+    `query_start` int32 [B+1]: sequence b owns the packed tokens query_start[b] to query_start[b+1].
+    `context_lens` int32 [B]: tokens of the sequence. The tokens of this step are included, and are the last ones.
+    `page_tables` int32 [B, max pages]: page IDs in order. Entries beyond the context are ignored.
+    `slot_mapping` int64 [T]: page_id * S + slot to which each packed token's key and value are written.
 
     All tensors are on the model's device. `longest_tokens` is the maximum of `context_lens`, if known. It avoids a wait
     for the GPU to compute the maximum.
