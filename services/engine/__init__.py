@@ -1,4 +1,4 @@
 """Runs a model over a paged KV cache.
 
-No gRPC, no Redis, no protobuf, no gateway; one thread owns it.
+Must not import gRPC, Redis, protobuf, or the gateway. A single thread owns the engine.
 """

@@ -1,7 +1,7 @@
-"""Loads a model with its page pool, and runs it in one process: the oracle of the disaggregated system.
+"""Loads a model with its page pool, and runs it in a single process: the reference for the disaggregated system.
 
-`Engine` is a whole continuous-batching loop with nothing around it; what the workers must agree with, token for token,
-and what their speed is compared with.
+`Engine` is a complete continuous-batching loop. The workers must produce the same tokens, and their speed is compared
+with it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A loaded model and all that belongs to it. The engine thread owns `pool`, `allocator` and `runner`."""
+    """A loaded model and its resources. The engine thread owns `pool`, `allocator`, and `runner`."""
 
     model_config: ModelConfig
     model: Model
@@ -64,21 +64,21 @@ class EngineParts:
     allocator: PageAllocator
     runner: ModelRunner
     fingerprint: str
-    """Two workers exchange pages only if theirs agree."""
+    """See `Model.fingerprint`. Two workers exchange pages only if their fingerprints are equal."""
     tier: HostTier | None = None
-    """Where named pages go that the pool has no room for; the engine thread's too."""
+    """Second cache tier for named pages that the pool evicts. Also owned by the engine thread."""
     parallelism: Parallelism = SINGLE
     ranks: RankGroup | None = None
-    """The other processes that compute this model, where there are any; `close` ends them."""
+    """The other processes that compute this model, if any. `close` stops them."""
     first_steps: tuple[TimedStep, ...] = ()
-    """Steps that were timed before anybody asked for any."""
+    """Steps that were timed during warm-up, before the first request."""
 
     embeds: bool = True
-    """Whether it gives the hidden states of prompts."""
+    """Whether the engine returns hidden states of prompts, as embedding requests need them."""
 
     @property
     def gpu_uuid(self) -> str | None:
-        """NVML's name of the GPU that the model is on, whatever CUDA_VISIBLE_DEVICES is. None on a CPU."""
+        """NVML's UUID of the model's GPU, independent of CUDA_VISIBLE_DEVICES. None on a CPU."""
         if self.model.device.type != "cuda":
             return None
         return f"GPU-{str(torch.cuda.get_device_properties(self.model.device).uuid).removeprefix('GPU-')}"
@@ -90,23 +90,23 @@ class EngineParts:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Implements LoadedModel: this engine computes models as they are."""
+        """Implements LoadedModel. This engine supports no adapters."""
         return frozenset()
 
     @property
     def weights(self) -> EngineWeights | None:
-        """What may stay in the host's memory; None where the weights are on a GPU, or other processes have them."""
+        """Weights that can stay in host memory. None if they are on a GPU or in other processes."""
         if self.ranks is not None or self.model.device.type != "cpu":
             return None
         return EngineWeights(self.model, self.first_steps)
 
     @property
     def loss(self) -> TandemError | None:
-        """What has made this engine useless while nobody used it: the end of a rank."""
+        """Error that made the idle engine unusable, such as the loss of a rank. None if the engine is usable."""
         return None if self.ranks is None else self.ranks.loss
 
     def close(self) -> None:
-        """Ends the other ranks, and stops handing out the weights. May be called again."""
+        """Stops the other ranks and stops sharing the weights. Idempotent."""
         if self.ranks is not None:
             self.ranks.close()
         else:
@@ -114,20 +114,24 @@ class EngineParts:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a token is bitwise the same whatever shares its step, and computed alone or with others before it."""
+        """Whether a token is bitwise identical for every batch and every split of its sequence into steps."""
         return self.model.exact
 
     @property
     def limits(self) -> SequenceLimits:
-        """What a sequence may be at most."""
+        """Maximum size of a sequence."""
         config, layout = self.model_config, self.pool.layout
         return SequenceLimits(config.context_length_tokens, config.vocab_size, self.pool.num_pages, layout.page_size)
 
     def check(self, sampling: Sampling) -> None:
-        """Takes everything that a request may ask."""
+        """Implements LoadedModel. Accepts all sampling parameters."""
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
-        """Returns all that decides the tokens which it gives; the engine has seen no tokenizer and no grammar."""
+        """Returns everything that determines the generated tokens.
+
+        The caller identifies the vocabulary and the grammars, because the engine uses no tokenizer and parses no
+        grammar.
+        """
         return AnswerIdentity(
             engine=ENGINE,
             weights=self.fingerprint,
@@ -198,7 +202,10 @@ def load_engine(
 
 
 def _config_digest(config: ModelConfig) -> str:
-    """16 hex digits over all that the engine reads of config.json: the same weights may be rotated otherwise."""
+    """Returns a digest (16 hex digits) of all values read from config.json.
+
+    Equal weights may use different rotations.
+    """
     values = dataclasses.asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}
     return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
 
@@ -251,7 +258,7 @@ def _with_pool(
 
 def _make_runner(model: Model, pool: PagePool, *, captures_graphs: bool) -> ModelRunner:
     if captures_graphs and model.device.type == "cuda" and not isinstance(model.decoder, TorchDecoder):
-        from services.engine.gpu_runner import GpuRunner  # only where there is a Triton to import
+        from services.engine.gpu_runner import GpuRunner  # Triton may be missing
 
         return GpuRunner(model, pool)
     return ModelRunner(model, pool)
@@ -277,7 +284,7 @@ def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
 
 
 class EngineOutput(NamedTuple):
-    """What a step gave for one sequence: a token (the last one where `finish_reason` is set), or why it failed."""
+    """Result of a step for one sequence: a token, or the failure. `finish_reason` is set with the last token."""
 
     sequence: Sequence
     outcome: SampledToken | NonFiniteLogits
@@ -285,9 +292,9 @@ class EngineOutput(NamedTuple):
 
 
 class Engine:
-    """Chunked prefill and continuous batching in the caller's thread.
+    """Runs chunked prefill and continuous batching in the caller's thread.
 
-    A step decodes every running sequence and spends `chunk_tokens` on prompts, oldest first. A sequence is admitted
+    Each step decodes every running sequence and spends `chunk_tokens` on prompts, oldest first. A sequence is admitted
     once all pages that it may need are promised to it, so it is never preempted.
     """
 
@@ -323,7 +330,7 @@ class Engine:
     ) -> Sequence:
         """Queues a request. `emitted_token_ids` are tokens of its response that an earlier attempt emitted.
 
-        Raises InvalidRequest if it is empty or too long, or names a token ID that does not exist.
+        Raises InvalidRequest if the request is empty or too long, or contains an unknown token ID.
         """
         limits = self._parts.limits
         limits.check_fits(len(prompt_token_ids), sampling.max_tokens)
@@ -344,13 +351,13 @@ class Engine:
         return sequence
 
     def step(self) -> list[EngineOutput]:
-        """Plans, computes, applies; returns the tokens that this step gave. Without work it returns nothing."""
+        """Plans and runs one step, and returns its tokens. Returns an empty list if the engine has no work."""
         self._admit()
         plan = self._plan()
         return self._apply(plan, self._parts.runner.run(plan))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forgets a sequence, wherever it is. One that has ended is left alone."""
+        """Removes a waiting or running sequence. Ignores a finished sequence."""
         lease = self._running.pop(sequence, None)
         if lease is not None:
             lease.close()
@@ -360,13 +367,14 @@ class Engine:
     def generate(
         self, prompts: SequenceOf[SequenceOf[int]], sampling: Sampling | SequenceOf[Sampling]
     ) -> list[list[int]]:
-        """Runs prompts to their end, together; returns the answers' token ids in the prompts' order.
+        """Runs the prompts as one batch to completion. Returns the generated token IDs in the order of the prompts.
 
-        `sampling` is one for all or one for each. Outputs of requests added otherwise in the meantime are dropped.
+        `sampling` applies to all prompts, or contains one element per prompt. Outputs of other requests that run at the
+        same time are discarded.
 
         Raises:
-            InvalidRequest: one of them cannot be served; none is run.
-            NonFiniteLogits: one of them failed.
+            InvalidRequest: A prompt cannot be served. No prompt runs.
+            NonFiniteLogits: A prompt failed.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         sequences: list[Sequence] = []
@@ -383,7 +391,7 @@ class Engine:
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
     def close(self) -> None:
-        """Cancels everything; all pages are free then."""
+        """Cancels all sequences and frees all pages."""
         for sequence in [*self._running, *self._waiting]:
             self.cancel(sequence)
 
@@ -402,7 +410,8 @@ class Engine:
         budget_tokens, num_reportable = self._chunk_tokens, PROMPT_ROWS
         for sequence in self._running:
             num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-            # After the prompt one token at a time, emitted ones too: their KV then comes from the same computation.
+            # After the prompt, compute one token per step, emitted tokens included, so that their KV is computed in the
+            # same way as in the first attempt.
             num_tokens = min(num_prompt_left, budget_tokens) if num_prompt_left > 0 else 1
             if sequence.reports_prompt:
                 num_tokens = min(num_tokens, num_reportable)

@@ -1,25 +1,27 @@
-"""Runs plans on a CUDA device: prompts and decode rows by graphs, the next step ahead of being asked.
+"""Runs plans on a CUDA device: uses graphs for prompts and decode rows, and launches the next step early.
 
-A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
-also where a chunk has one token, but by a graph where it is short; each token after a prompt is a row of a decode step.
-So a token comes from the same kernel however it was scheduled. A plan with both takes two passes over the weights.
-Proposals, and tokens of an answer that are computed again, are rows of the same sequence at its next positions: each
-layer writes all rows' keys before any row reads them, so that what is chosen behind a proposal, and what a page holds
-of a token, comes from the same kernels as in a step of its own.
+Each plan is split. Prompt tokens are computed as in `ModelRunner`, with the prompt kernel, even if a chunk has a single
+token. Short chunks use a graph. Each token after a prompt is a row of a decode step. As a result, the same kernel
+computes a token however it was scheduled. A plan with both kinds takes two passes over the weights. Draft tokens, and
+generated tokens that are recomputed, are rows of the same sequence at its next positions. Each layer writes the keys of
+all rows before any row reads them. The choice after a draft token, and the KV of a token in its page, therefore use the
+same kernels as a separate step.
 
-Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
-rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of
-step n. If the next plan is of these rows as they were expected to be, its result has come already or is on its way; if
-not (one joined, was preempted or was given another token), it is dropped and the plan is computed. That is safe:
+Launching ahead: if all rows of step n choose their tokens on the device, step n + 1 of the same rows is launched
+immediately after step n. It reads the tokens of step n from device memory. Only then does the host wait for the tokens
+of step n. If the next plan contains only these rows, in the expected state, its result is ready or in progress. If not
+(because a row joined, was preempted, or received a different token), the result is dropped and the plan is computed.
+Launching ahead is safe for these reasons:
 
-- It writes only where its rows' next keys and values belong, in pages that they had when it was launched. A row that
-  has ended has no use for them; a later holder of such a page writes to it on the same stream, and reads nothing that
-  was not written since. A writer on another stream must wait for this one first (an event will do).
-- Rows do not depend on each other, so that some may have left.
+- It writes only the next keys and values of its rows, in pages that the rows owned at launch. A finished row no longer
+  needs them. A later owner of such a page writes to it on the same stream, and reads only data written after that. A
+  writer on another stream must first wait for this step, for example with an event.
+- Rows do not depend on each other, so rows of finished sequences do no harm.
 
-Not for here: what a step of a sequence with penalties, biases, a grammar, top-k, top-p or reports chooses. Its logits
-come from the same graph, its token from `services.engine.sampling`, and nothing is launched ahead of it. Nor is
-anything launched ahead of proposals: how many of them are right decides what comes next.
+Sequences with penalties, biases, a grammar, top-k, top-p, or log-probabilities are not sampled on the device. Their
+logits are computed by the same graph, `services.engine.sampling` chooses their token, and no step is launched ahead of
+them. No step is launched ahead of draft tokens either, because the number of accepted draft tokens determines the next
+inputs.
 
 Legend: B rows, S slots of a page.
 """
@@ -69,9 +71,9 @@ from services.runtime.errors import InvariantViolated
 
 @dataclass(frozen=True, slots=True)
 class GpuStep(PreparedStep):
-    """A prepared step: `packed` has what belongs to prompts.
+    """A prepared step. `packed` contains the prompt tokens.
 
-    `parts` has for each item of the plan what of it belongs to a prompt, and what to an answer.
+    `parts` contains, for each item of the plan, its prompt part and its generated part.
     """
 
     parts: tuple["_Parts", ...]
@@ -79,14 +81,14 @@ class GpuStep(PreparedStep):
 
 
 class _Parts(NamedTuple):
-    """An item in two: what belongs to its sequence's prompt, and what to the answer, which comes after that."""
+    """An item split into its prompt part and the generated part that follows."""
 
     prompt: StepItem | None
     answer: StepItem | None
 
 
 class GpuRunner(ModelRunner):
-    """Runs plans on one model and one pool of a device. For one thread, and one CUDA stream, at a time."""
+    """Runs plans on one model and one pool of a device, for one thread and one CUDA stream at a time."""
 
     lookahead_tokens = 1
 
@@ -99,7 +101,7 @@ class GpuRunner(ModelRunner):
         max_prompt_tokens: int = MAX_TOKENS,
         capture: Capture | None = None,
     ) -> None:
-        """Steps have graphs up to `max_rows` decode rows and `max_prompt_tokens` of prompts."""
+        """Captures graphs for up to `max_rows` decode rows and up to `max_prompt_tokens` prompt tokens."""
         super().__init__(model, pool)
         if not isinstance(model.decoder, TritonDecoder):
             raise InvariantViolated("graphs need the decoder of a CUDA device")
@@ -113,20 +115,20 @@ class GpuRunner(ModelRunner):
             self._graphs = DecodeGraphs(decoder, pool, rope, max_rows=max_rows, capture=capture)
         self._ahead: _Ahead | None = None
         self.num_launched_ahead = 0
-        """Steps that were launched before anybody asked for them."""
+        """Steps that were launched before they were requested."""
         self.num_ahead_used = 0
-        """How many of these were what the next plan wanted."""
+        """Steps launched ahead whose result the next plan used."""
 
     @property
     def replays_in_chunks(self) -> bool:
-        """See ModelRunner: tokens of an answer are rows of decode steps, however many are computed at a time."""
+        """Implements ModelRunner. Generated tokens are rows of decode steps, however many are computed at a time."""
         return True
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> GpuStep:
-        """Does the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+        """Runs the part of `run` that needs the interpreter. Compute the step before you prepare the next step.
 
-        Raises InvariantViolated as `run` does.
+        Raises InvariantViolated in the same cases as `run`.
         """
         check_plan(plan, self._page_size)
         parts = tuple(_parts(item) for item in plan.items)
@@ -138,7 +140,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Does the rest of `run`, and launches the next step where it is known what that will be."""
+        """Runs the rest of `run`, and launches the next step if its inputs are known."""
         assert isinstance(step, GpuStep), "the runner that prepared a step computes it"
         alone = [part.answer for part in step.parts if part.answer is not None and part.prompt is None]
         following = [part.answer for part in step.parts if part.answer is not None and part.prompt is not None]
@@ -166,7 +168,10 @@ class GpuRunner(ModelRunner):
         return self._prompts.forward(step)
 
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
-        """Has the device compute decode rows. A call of what it returns waits for their tokens; a chunk goes before."""
+        """Launches decode rows on the device.
+
+        Returns a function that waits for their tokens. The caller computes prompt chunks before it calls the function.
+        """
         ahead, self._ahead = self._ahead, None
         if not items:
             return list
@@ -201,11 +206,11 @@ class GpuRunner(ModelRunner):
         return read
 
     def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
-        """Computes decode rows of items with several, or more rows than a graph has, which take several launches."""
+        """Computes items that have several rows, or more rows than a graph supports, in as many launches as needed."""
         rows = [row for item in items for row in _rows(item)]
         ends = [*itertools.accumulate(item.num_rows for item in items)]
         is_on_host = [item.is_sampled and not _chooses_on_device(item) for item in items]
-        # The row of each item that chooses; those before it only leave their keys in the pages.
+        # The first row of each item that chooses a token. Earlier rows only write their KV to the pages.
         firsts = [end - 1 - len(item.proposed) for item, end in zip(items, ends, strict=True)]
         for_host = {
             row
@@ -236,16 +241,16 @@ class GpuRunner(ModelRunner):
         return outcomes
 
     def _launch_ahead(self, items: SequenceOf[StepItem], row_of: SequenceOf[int]) -> "_Ahead | None":
-        """Has the device compute the step after the one it was just given, if all of it is known but the tokens."""
+        """Launches the next step on the device if everything except its tokens is known. Otherwise, returns None."""
         rows, expected = [], []
         for item, row in zip(items, row_of, strict=True):
             sequence = item.sequence
             if not item.is_sampled:
                 return None
             if sequence.num_tokens + 1 >= min(sequence.max_num_tokens, self._context_tokens):
-                continue  # its last token is being chosen
+                continue  # this step samples its last token
             if sequence.num_tokens >= len(sequence.page_table) * self._page_size:
-                return None  # nowhere to write
+                return None  # no page to write to
             rows.append(_row(sequence, sequence.num_tokens, feed_row=row))
             expected.append(sequence)
         if not rows:
@@ -254,12 +259,12 @@ class GpuRunner(ModelRunner):
         return _Ahead(self._graphs.launch(rows), expected)
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Kernels go to the thread's current device, which is the first one wherever nothing else was said."""
+        """Selects the model's device. Kernels run on the thread's current device, which defaults to the first GPU."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 class _Ahead:
-    """A step that was launched before it was asked for, and what its rows must be like for it to be of use."""
+    """A step launched ahead, and the state of its sequences in which its result can be used."""
 
     def __init__(self, launched: Launched, sequences: SequenceOf[Sequence]) -> None:
         self.launched = launched
@@ -268,18 +273,19 @@ class _Ahead:
         self._tokens: dict[int, int] = {}
 
     def expect(self, tokens: SequenceOf[int], items: SequenceOf[StepItem]) -> None:
-        """Says which token each of the items is given by the step before."""
+        """Records the token that the previous step chose for each item."""
         self._tokens = {id(item.sequence): token for item, token in zip(items, tokens, strict=True)}
 
     def rows_of(self, items: SequenceOf[StepItem]) -> list[int] | None:
-        """Returns the rows that these items have in it; None where one is missing or not what it was expected to be."""
+        """Returns the row of each item in this step, or None if an item is missing or not in the expected state."""
         rows = []
         for item in items:
             row = self._rows.get(id(item.sequence))
             if row is None:
                 return None
             sequence, page_table, position = self._expected[row]
-            # Another list of pages: it was preempted in between, and what was written went to pages it has no more.
+            # A different page table means that the sequence was preempted, and that this step wrote to pages it no
+            # longer owns.
             is_expected = (
                 sequence.page_table is page_table
                 and sequence.num_computed_tokens == position
@@ -299,7 +305,7 @@ def _parts(item: StepItem) -> _Parts:
         return _Parts(None, item)
     if item.num_scheduled_tokens <= num_prompt_left:
         return _Parts(item, None)
-    answered = copy.copy(sequence)  # of which only how far it has come is another
+    answered = copy.copy(sequence)  # this copy differs only in `num_computed_tokens`
     answered.num_computed_tokens = sequence.num_prompt_tokens
     rest = replace(item, sequence=answered, num_scheduled_tokens=item.num_scheduled_tokens - num_prompt_left)
     return _Parts(StepItem(sequence, num_prompt_left, wants_token=False), rest)
@@ -317,7 +323,7 @@ def _chooses_on_device(item: StepItem) -> bool:
 
 
 def _token_ids(item: StepItem) -> tuple[int, ...]:
-    """Returns the tokens of its rows: those that are not computed, and the proposals."""
+    """Returns the tokens of the item's rows: its uncomputed tokens and its draft tokens."""
     start = item.sequence.num_computed_tokens
     return *item.sequence.token_ids[start : start + item.num_scheduled_tokens], *item.proposed
 

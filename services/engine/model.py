@@ -1,4 +1,4 @@
-"""A loaded model: one call per step over packed tokens and a paged cache; knows nothing of sequences or sampling.
+"""A loaded model: computes one step over packed tokens and a paged cache. Does not handle sequences or sampling.
 
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
@@ -33,12 +33,12 @@ from services.runtime.errors import ConfigError, InvariantViolated
 
 logger = logging.getLogger(__name__)
 
-# Enters the fingerprint: raise it when the meaning of a page's bytes changes.
+# Part of the fingerprint. Increase it when the meaning of a page's bytes changes.
 PAGE_FORMAT = 1
 
 ENGINE = "tandem/1"
-"""This engine and the version of its numerics: raise it when a change of the Python code changes any token, as one of
-sampling or of the decoders may. Changes of the CPU kernels and of torch are named by `Model.arithmetic`."""
+"""Engine name and version of its numerics. Increase the version if a change to the Python code, for example to sampling
+or a decoder, can change any token. `Model.arithmetic` covers changes to the CPU kernels and to torch."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,13 +46,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class Model:
     """A loaded model, for one thread at a time.
 
-    `exact` says whether a token's result is proven, in this process, to be bitwise the same whatever shares its step,
-    however its prompt was cut into chunks, and whether it was computed by prefill or by decode.
-    `arithmetic` names what results depend on beside the inputs: two exact models whose fingerprint, dtype and
-    arithmetic are equal give bitwise equal results in different processes.
-    `kernels` are those of the CPU in use, if any. `kernels_error` says why torch computes instead of the compiled
-    kernels of the device, and is empty if it does not.
-    `fingerprint` names the weights and the meaning of a page's bytes: two workers exchange pages only if theirs agree.
+    `exact` is true if this process has proven that a token's result is bitwise identical for every batch composition,
+    for every split of the prompt into chunks, and in prefill and decode.
+    `arithmetic` identifies everything except the inputs that affects results. Two exact models with equal fingerprint,
+    dtype, and arithmetic return bitwise equal results in different processes.
+    `kernels` contains the CPU kernels in use, if any. `kernels_error` is the reason why torch computes instead of the
+    compiled kernels of the device. It is empty if the compiled kernels are in use.
+    `fingerprint` identifies the weights and the meaning of a page's bytes. Two workers exchange pages only if their
+    fingerprints are equal.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Model:
         self.decoder = decoder
 
     def close(self) -> None:
-        """Stops handing out the weights; they stay usable. May be called again."""
+        """Stops sharing the weights with other processes. The weights stay usable here. Idempotent."""
         if self._sharing is not None:
             self._sharing.close()
 
@@ -92,9 +93,9 @@ class Model:
         pool_data: torch.Tensor,
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
-        """One step: writes the tokens' keys and values into the pool and returns logits, float32 [rows, V].
+        """Runs one step: writes the keys and values of the tokens to the pool, and returns logits, float32 [rows, V].
 
-        The arguments are those of `step`, which raises InvariantViolated.
+        Accepts the same arguments as `step`, and raises InvariantViolated in the same cases.
         """
         step = self.step(token_ids, positions, batch=batch, pool_data=pool_data, logits_indices=logits_indices)
         return self.decoder.forward(step)
@@ -108,14 +109,14 @@ class Model:
         pool_data: torch.Tensor,
         logits_indices: torch.Tensor,
     ) -> DecoderStep:
-        """Returns the inputs of a step as the decoder takes them.
+        """Returns the decoder inputs of one step.
 
-        `token_ids` and `positions` are int64 [T] with T >= 1, `pool_data` is [N, H, L, 2, S, D] in the model's dtype,
-        and `logits_indices` int64 names the packed tokens whose logits are wanted (none is allowed). All tensors are
-        contiguous and on the model's device. A prompt's chunks may be of any size, and any chunks and decode rows may
-        share a step.
+        `token_ids` and `positions` are int64 [T] with T >= 1. `pool_data` is [N, H, L, 2, S, D] in the model's dtype.
+        `logits_indices` (int64, may be empty) contains the indices of the packed tokens whose logits are needed. All
+        tensors are contiguous and on the model's device. Prompt chunks may have any size, and any chunks and decode
+        rows may share a step.
 
-        Raises InvariantViolated where the step contradicts itself, the pool or the model.
+        Raises InvariantViolated if the step is inconsistent with itself, the pool, or the model.
         """
         longest = batch.longest_context
         if longest > self.config.context_length_tokens:
@@ -124,7 +125,7 @@ class Model:
         return DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
 
     def whole_rope(self) -> torch.Tensor:
-        """Returns the rotary table [P, 2, D/2] of the whole context; from then on it stays where it is in memory."""
+        """Returns the rotary table [P, 2, D/2] for the full context. Its memory address stays fixed afterwards."""
         return self._rope.ensure(self.config.context_length_tokens)
 
     def repeatable(
@@ -137,9 +138,10 @@ class Model:
         *,
         longest_context: int,
     ) -> KernelStep | RepeatedStep:
-        """`forward` of these tensors, for a caller that puts other numbers into them; it costs less than `forward`.
+        """Binds these tensors to a repeatable `forward`, which costs less than `forward` itself.
 
-        No context is longer than `longest_context`. The logits are overwritten by the next call.
+        The caller overwrites the tensors' contents between runs. No context may exceed `longest_context`. Each run
+        overwrites the logits.
         """
         rope = self._rope.ensure(longest_context)
         step = DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
@@ -148,18 +150,18 @@ class Model:
 
 
 TimedStep = tuple[list[tuple[int, int, bool]], float]
-"""What a step computed of each sequence, and the seconds that it took: tokens that it had before, new ones, and whether
-these were its prompt's."""
+"""Work and duration of one step. For each sequence: previously computed tokens, tokens computed in this step, and
+whether the new tokens belong to the prompt. The duration is in seconds."""
 
 
 class EngineWeights(NamedTuple):
-    """What is left of a loaded model while it has no pages: its weights, and the steps that were timed."""
+    """Remainder of a loaded model that has no pages: its weights and its timed steps."""
 
     model: Model
     first_steps: tuple[TimedStep, ...]
 
     def close(self) -> None:
-        """Stops handing out the weights. May be called again."""
+        """Stops sharing the weights with other processes. Idempotent."""
         self.model.close()
 
 
@@ -171,14 +173,15 @@ def load_model(
     use_kernels: bool = True,
     shares_weights: bool = False,
 ) -> Model:
-    """Loads a checkpoint folder. A model that is loaded already is returned as it is.
+    """Loads a checkpoint directory. Returns an already loaded model unchanged.
 
-    `dtype` is "auto" (the checkpoint's own; float32 instead of float16 on a CPU), "float32", "bfloat16" or "float16".
-    `device` is "auto" (a GPU where there is one), "cpu" or "cuda[:index]". Without `use_kernels`, or where they
-    cannot be built, a CPU computes through torch and the model is not `exact`. With `shares_weights` all processes of
-    the host that say so have them once (`services.engine.weights.shared`), until each closes its model.
+    `dtype` is "auto", "float32", "bfloat16", or "float16". "auto" selects the dtype of the checkpoint, but float32
+    instead of float16 on a CPU. `device` is "auto" (a GPU if available), "cpu", or "cuda[:index]". If `use_kernels` is
+    false, or if the kernels cannot be built, the CPU computes through torch and the model is not `exact`. Processes on
+    this host that set `shares_weights` share one copy of the weights (`services.engine.weights.shared`) until each
+    process closes its model.
 
-    Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
+    Raises ModelError if the directory cannot be served, and ConfigError for an invalid dtype or device.
     """
     if isinstance(model_dir, Model):
         return model_dir
@@ -213,23 +216,23 @@ def _files(model_dir: str | Path) -> Files | None:
     try:
         return Files.of(Path(model_dir))
     except OSError:
-        return None  # the code that opens the folder says what is wrong with it
+        return None  # opening the directory reports the error
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint that is about to be read, what its tensors will be, and what will compute with them."""
+    """An open checkpoint whose tensors are still unread, with the placement of its weights and the kernels to use."""
 
     config: ModelConfig
     checkpoint: Checkpoint
     placement: WeightPlacement
     kernels: Kernels | None
     kernels_error: str = ""
-    """Why torch computes instead of the compiled kernels. Empty if it does not, or if that was requested."""
+    """Reason why torch computes instead of the compiled kernels. Empty if it does not, or if torch was requested."""
 
 
 def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: bool = True) -> ModelSource:
-    """Does what `load_model` does before it reads a tensor; raises as it does. The caller closes the checkpoint."""
+    """Runs `load_model` up to the first tensor read, with the same errors. The caller closes the checkpoint."""
     config = load_config(model_dir)
     chosen_device = _choose_device(device)
     chosen_dtype = _choose_dtype(dtype, config, chosen_device)
@@ -250,7 +253,7 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
 
 
 def arithmetic_of(kernels: Kernels | None, device: torch.device) -> str:
-    """Names what results depend on beside the inputs: the kernels, the version of torch and the GPU."""
+    """Returns an identifier of everything except the inputs that affects results: the kernels, torch, and the GPU."""
     parts = [] if kernels is None else [kernels.arithmetic]
     parts.append(f"torch-{torch.__version__}")
     if device.type == "cuda":
@@ -267,14 +270,14 @@ def _make_decoder(source: ModelSource, weights: ModelWeights) -> Decoder:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.lm_head)
         permit_where_needed(linears, dtype=embedding.dtype, device=embedding.device)
     if embedding.device.type == "cuda" and not source.kernels_error:
-        from services.engine.gpu.decoder import TritonDecoder  # only where there is a Triton to import
+        from services.engine.gpu.decoder import TritonDecoder  # Triton may be missing
 
         return TritonDecoder(config, weights)
     return TorchDecoder(config, weights)
 
 
 def _triton_error() -> str:
-    """Returns why Triton cannot be used, or an empty string. Triton compiles a part of itself, with a compiler."""
+    """Returns why Triton cannot be used, or an empty string. Triton needs a C compiler to build a part of itself."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
@@ -288,16 +291,16 @@ def _triton_error() -> str:
 
 
 def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:
-    """32 hex digits over the weights and the meaning of a page's bytes.
+    """Returns 32 hex digits that identify the weights and the meaning of a page's bytes.
 
-    Page size and dtype are not in it: they may differ between two workers.
+    Page size and dtype are excluded, because they may differ between two workers.
     """
     parts = (PAGE_FORMAT, weights_digest, config.num_layers, config.num_kv_heads, config.head_dim)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _find_kernels() -> tuple[Kernels | None, str]:
-    """Returns the CPU kernels and an empty string, or None and the reason."""
+    """Returns (CPU kernels, empty string), or (None, reason) if they are unavailable."""
     try:
         return load_kernels(), ""
     except KernelsUnavailable as error:

@@ -1,4 +1,4 @@
-"""The noise of sampling, a function of (seed, position, token id): the same in any batch, on any worker and device.
+"""Sampling noise as a function of (seed, position, token ID): identical in any batch, on any worker and device.
 
 Shape legend: R rows, C candidates of a row.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-# SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
+# Constants of SplitMix64 (Steele, Lea, Flood 2014): the increment and the multipliers of its mixing function.
 _INCREMENT = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MIX_SHIFTS = (30, 27, 31)
@@ -19,7 +19,8 @@ _UNIFORM_BITS = 52
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
     """Returns standard Gumbel noise [R, C] float64 for R (seed, position) pairs and `token_ids` [R or 1, C] int64.
 
-    The bits are SplitMix64's, started at a key mixed from seed and position, at the token's place in the stream.
+    Each row is one SplitMix64 stream that starts at a key mixed from seed and position. The token ID selects the
+    element of the stream.
     """
     keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     state = torch.tensor(keys, device=token_ids.device)[:, None] + token_ids * _signed(_INCREMENT)
@@ -29,7 +30,7 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: torc
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Mixes seed and position into the start of the row's stream, a signed 64-bit integer, on the host."""
+    """Returns the start of a row's stream, mixed from seed and position on the host, as a signed 64-bit integer."""
     return _signed(_mix_int(_mix_int((seed + _INCREMENT) & MASK64) + position * _INCREMENT))
 
 
@@ -41,14 +42,14 @@ def _mix_int(value: int) -> int:
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:
-    """Does what `_mix_int` does in place, on int64, whose product keeps the same low 64 bits."""
+    """Applies `_mix_int` in place to int64 values. Signed products have the same low 64 bits as unsigned products."""
     for shift, multiplier in zip(_MIX_SHIFTS[:2], _MULTIPLIERS, strict=True):
         value.bitwise_xor_(_shift_right(value, shift)).mul_(_signed(multiplier))
     return value.bitwise_xor_(_shift_right(value, _MIX_SHIFTS[2]))
 
 
 def _shift_right(value: torch.Tensor, count: int) -> torch.Tensor:
-    # torch shifts int64 with its sign; the mask removes the copied sign bits.
+    # torch shifts int64 arithmetically. The mask clears the copies of the sign bit.
     return (value >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 

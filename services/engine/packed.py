@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, as a runner packs them."""
+"""The inputs of one forward pass, as packed by a runner."""
 
 from dataclasses import dataclass, replace
 
@@ -11,9 +11,10 @@ from services.engine.reference.attention import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [rows whose logits are wanted].
+    """Arguments of one forward pass.
 
-    The last `num_states` of these rows are wanted as hidden states instead.
+    `token_ids` and `positions` are int64 [T]. `logits_indices` (int64) selects the output rows. For the last
+    `num_states` of these rows, the pass returns hidden states instead of logits.
     """
 
     token_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""A few steps of an engine, timed before anybody asks it. Knows nothing of what becomes of the times."""
+"""Times a few warm-up steps before the engine receives requests. The caller interprets the times."""
 
 import dataclasses
 import logging
@@ -13,23 +13,26 @@ from services.engine.steps.sequence import Sampling
 from services.engine.steps.step import NonFiniteLogits
 
 PROMPTS_TOKENS = (16, 64, 16, 64, 16, 64, 256, 256, 256)
-"""Lengths that tell apart what a step costs by itself, what a token costs, and what it costs more behind others. Each
-comes again: a neighbour, such as a worker that starts too, makes steps slower and never faster, so the fastest counts.
+"""Prompt lengths that separate the fixed cost of a step, the cost per token, and the extra cost of a longer context.
+
+Each length is repeated, and the fastest run counts: a neighbor, such as another starting worker, only slows steps down.
 """
 NUM_SEQUENCES = (1, 4)
 NUM_DECODE_STEPS = 4
 MAX_REHEARSAL_S = 1.0
-"""An engine that is so slow is measured by its first requests instead."""
+"""Time limit of the warm-up, in seconds. A slower engine is measured by its first requests."""
 
 logger = logging.getLogger(__name__)
 
 
 def load_rehearsed_engine(model_dir: str | Path, *, kept: EngineWeights | None = None, **settings: Any) -> EngineParts:
-    """`load_warm_engine`, with the times of its first steps. `kept`: the model has run in this process before.
+    """Runs `load_warm_engine` and adds the times of the first steps.
+
+    Set `kept` to the weights of a model that already ran in this process. Its earlier times are reused.
 
     Raises:
-        ModelError: the folder cannot be served.
-        ConfigError: a setting is wrong, or the pool would not fit into memory.
+        ModelError: The directory cannot be served.
+        ConfigError: A setting is invalid, or the pool does not fit into memory.
     """
     if kept is not None:
         parts = load_engine(kept.model, **settings)
@@ -46,10 +49,10 @@ def load_rehearsed_engine(model_dir: str | Path, *, kept: EngineWeights | None =
 
 
 def rehearse(parts: EngineParts, *, max_s: float = MAX_REHEARSAL_S) -> Iterator[TimedStep]:
-    """Steps of prompts alone, then of sequences that decode, with their times, until `max_s` seconds have passed.
+    """Yields timed steps, first of single prompts and then of decoding sequences, for up to `max_s` seconds.
 
-    A prompt's step has the time of the fastest of its length. Prompts that would probably take longer than the time
-    that is left are left out. Leaves the engine's pages as they were. Raises NonFiniteLogits.
+    Each prompt step is reported with the fastest time of its length. Skips prompts that would probably exceed the
+    remaining time. Leaves the engine's pages unchanged. Raises NonFiniteLogits.
     """
     end_s = time.monotonic() + max_s
     room = parts.limits.max_sequence_tokens

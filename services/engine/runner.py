@@ -1,6 +1,7 @@
-"""Runs the plan of a step: packs it into tensors, calls the model, samples; decides nothing, changes no sequence.
+"""Runs a step plan: packs it into tensors, calls the model, and samples.
 
-Beside the model this is the only place that touches torch on the hot path.
+Makes no scheduling decision and changes no sequence. Besides the model, this is the only module that uses torch on the
+hot path.
 
 Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocabulary.
 """
@@ -41,10 +42,10 @@ from services.runtime.errors import InvariantViolated
 
 
 class ModelRunner:
-    """Runs plans on one model and one pool. Buffers are reused: one call at a time."""
+    """Runs plans on one model and one pool. Buffers are reused, so calls must not overlap."""
 
     lookahead_tokens = 0
-    """Tokens after a step's own that should have pages: the next step can be begun before it is asked for."""
+    """Number of tokens after a step that need pages, so that the next step can start before it is requested."""
 
     def __init__(self, model: Model, pool: PagePool) -> None:
         self._model = model
@@ -52,25 +53,25 @@ class ModelRunner:
         self._device = pool.data.device
         self._buffers: dict[str, np.ndarray] = {}
         self._views: dict[str, tuple[np.ndarray, torch.Tensor]] = {}
-        """Views of buffers, of the lengths asked for last."""
+        """Views of the buffers, with the most recently used lengths."""
 
     @property
     def replays_in_chunks(self) -> bool:
-        """Whether a chunk of an answer's tokens leaves the bits in pages that steps of one token leave there."""
+        """Whether recomputing generated tokens in chunks writes the same bits to the pages as steps of one token."""
         return self._model.exact
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes the plan's tokens, writes their KV into the pool and samples where that is due.
+        """Computes the plan's tokens, writes their KV to the pool, and samples the tokens that are due.
 
         Raises:
-            InvariantViolated: the plan contradicts its sequences (too many tokens, too few pages, unknown token ids).
+            InvariantViolated: The plan contradicts its sequences (too many tokens, too few pages, unknown token IDs).
         """
         return self.compute(self.prepare(plan))
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """Does the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+        """Runs the part of `run` that needs the interpreter. Compute the step before you prepare the next step.
 
-        Raises InvariantViolated as `run` does.
+        Raises InvariantViolated in the same cases as `run`.
         """
         check_plan(plan, self._pool.layout.page_size)
         items = plan.items
@@ -80,17 +81,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Does the rest of `run`. Returns after the last write of every rank and device: pages are reported then."""
+        """Runs the rest of `run`.
+
+        Returns after every rank and device has completed its writes, because the caller then reports the pages as
+        written.
+        """
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":
-            # Nothing else waits for a chunk without a token. Schedulers would also count its time to the next step.
-            # On a CPU, the decoder returns after the last write.
+            # For a chunk that yields no token, nothing else waits for the device. Without this wait, schedulers would
+            # also count its time in the next step. On a CPU, the decoder returns after the last write.
             torch.cuda.current_stream(self._device).synchronize()
         return StepResult([*outcomes])
 
     def _with_reports(self, step: PreparedStep) -> list[StepOutcome]:
-        # What is reported goes by itself, after all else: such requests are few, and cost what they cost.
+        # Reported prompts run separately after the other items: such requests are rare and slow.
         items = step.plan.items
         others = iter(self._outcomes([item for item in items if not item.sequence.reports_prompt], step.packed))
         return [self._report(item) if item.sequence.reports_prompt else next(others) for item in items]
@@ -110,8 +115,8 @@ class ModelRunner:
         return [next(chosen) if item.is_sampled else next(pooled) if item.num_pooled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
-        """Computes a part of a prompt piece by piece, and says of each of its tokens' successors how likely it was."""
-        sequence = copy.copy(item.sequence)  # of which only how far it has come is another
+        """Computes part of a prompt in pieces, and reports the log-probability of each token's successor."""
+        sequence = copy.copy(item.sequence)  # this copy differs only in `num_computed_tokens`
         count = sequence.sampling.prompt_logprobs or 0
         told: PromptReport | None = None
         end = sequence.num_computed_tokens + item.num_scheduled_tokens
@@ -140,7 +145,10 @@ class ModelRunner:
         )
 
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> Packed:
-        """Gathers the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
+        """Packs the inputs of one forward pass.
+
+        If `wants_all` is true, the pass returns logits for all tokens, otherwise only for rows that are sampled.
+        """
         if not wants_all and all(item.num_scheduled_tokens == 1 and item.is_sampled for item in items):
             return self._pack_next_tokens(items)
         page_size = self._pool.layout.page_size
@@ -180,7 +188,7 @@ class ModelRunner:
         )
 
     def _pack_next_tokens(self, items: list[StepItem]) -> Packed:
-        """Does this where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
+        """Packs a step in which each sequence computes its next token, the usual case. Lists beat small arrays here."""
         page_size = self._pool.layout.page_size
         token_ids, positions, slots, ends, query_start = [], [], [], [], [0]
         for item in items:
@@ -210,7 +218,7 @@ class ModelRunner:
         )
 
     def _filled(self, name: str, values: SequenceOf[int], dtype: type[np.signedinteger]) -> torch.Tensor:
-        """Returns the named buffer with these values."""
+        """Returns the named buffer, filled with these values."""
         array, tensor = self._views.get(name, (None, None))
         if array is None or tensor is None or len(array) != len(values):
             array = self._buffer(name, len(values), dtype)
@@ -220,7 +228,7 @@ class ModelRunner:
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _page_tables(self, items: list[StepItem], num_pages: int) -> np.ndarray:
-        """Returns int32 [B, num_pages]; entries beyond a sequence's own pages are 0."""
+        """Returns int32 [B, num_pages]. Entries beyond a sequence's page table are 0."""
         tables = self._buffer("page_tables", len(items) * num_pages, np.int32).reshape(len(items), num_pages)
         for row, item in enumerate(items):
             page_ids = item.sequence.page_table[:num_pages]
@@ -229,14 +237,14 @@ class ModelRunner:
         return tables
 
     def _buffer(self, name: str, size: int, dtype: type[np.signedinteger]) -> np.ndarray:
-        """Returns `size` elements of the named buffer, which grows by doubling; their content is anything."""
+        """Returns `size` elements of the named buffer, which grows by doubling. Their content is undefined."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[name] = np.empty(max(64, 2 * size), dtype=dtype)
         return buffer[:size]
 
     def _check_token_ids(self, lowest: int, highest: int) -> None:
-        # On a GPU such a token would not raise but end the process's use of the device.
+        # On a GPU, such a token would not raise an error. It would break the process's CUDA context.
         vocab_size = self._model.config.vocab_size
         if lowest < 0 or highest >= vocab_size:
             raise InvariantViolated(f"a token id lies outside the vocabulary of {vocab_size}")
@@ -247,7 +255,10 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that is ready to be computed; `packed` has all of its items but those that are reported, if any."""
+    """A step that is ready to compute.
+
+    `packed` contains all items except reported prompts, and is None without items.
+    """
 
     plan: StepPlan
     packed: Packed | None
@@ -256,17 +267,17 @@ class PreparedStep:
 def choose(
     logits: torch.Tensor, items: list[StepItem], *, kernels: Kernels | None = None
 ) -> list[SampledToken | SampledTokens | NonFiniteLogits]:
-    """Chooses the tokens of items that are sampled; `logits` has the rows of each one's last token and its proposals.
+    """Chooses the tokens of sampled items. `logits` contains the rows of each item's last token and its draft tokens.
 
-    The token behind a proposal is what `sample` would have given in a step of its own, with the proposal in place. It
-    counts as far as the proposals are what was chosen; with the noise a function of seed and position, that is no
-    matter of chance.
+    The token after a draft token is the token that `sample` would choose in a separate step, with the draft token in
+    place. Draft tokens are accepted up to the first mismatch. Acceptance is deterministic, because the noise is a
+    function of seed and position.
     """
     starts = [0, *itertools.accumulate(1 + len(item.proposed) for item in items)]
     choosers: list[Chooser] = []
     rows: list[int] = []
     for item, start in zip(items, starts, strict=False):
-        # A grammar goes forward only, and so must know that a proposal is right before it is asked what may follow.
+        # A grammar only moves forward, so a draft token must be accepted before the grammar can advance past it.
         num_ahead = 0 if item.sequence.grammar is not None else len(item.proposed)
         choosers += [item.sequence, *(Lookahead(item.sequence, item.proposed[: n + 1]) for n in range(num_ahead))]
         rows += range(start, start + 1 + num_ahead)
@@ -285,7 +296,7 @@ def choose(
 def _one_by_one(
     item: StepItem, outcome: SampledToken | NonFiniteLogits, logits: torch.Tensor, kernels: Kernels | None
 ) -> Iterator[SampledToken | NonFiniteLogits]:
-    """Gives the choices of an item, `outcome` and those behind it, each made when it is asked for."""
+    """Yields `outcome` and then the choices after the item's draft tokens, each computed on demand."""
     yield outcome
     for num_ahead in range(1, 1 + len(item.proposed)):
         ahead = Lookahead(item.sequence, item.proposed[:num_ahead])
@@ -295,11 +306,11 @@ def _one_by_one(
 def accepted(
     item: StepItem, outcomes: Iterable[SampledToken | NonFiniteLogits]
 ) -> SampledToken | SampledTokens | NonFiniteLogits:
-    """Returns what counts of the choices behind an item's last token and behind each of its proposals."""
+    """Returns the accepted tokens, given the choices after an item's last token and after each draft token."""
     tokens: list[SampledToken] = []
     for outcome, proposal in zip(outcomes, (*item.proposed, None), strict=False):
         if not isinstance(outcome, SampledToken):
-            # Behind right proposals it shows again, as the first choice of the next step.
+            # After accepted draft tokens, the failure repeats as the first choice of the next step.
             return SampledTokens(tuple(tokens)) if tokens else outcome
         tokens.append(outcome)
         num_generated = item.sequence.num_generated_tokens + len(tokens)
@@ -309,7 +320,7 @@ def accepted(
 
 
 def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
-    """Returns int64 [rows]: of items that are sampled, the rows of their last token and of their proposals."""
+    """Returns int64 [rows]: for each sampled item, the rows of its last token and its draft tokens."""
     is_sampled = np.array([item.is_sampled for item in items])
     last: np.ndarray = ends[is_sampled].astype(np.int64) - 1
     num_proposed = [len(item.proposed) for item in items if item.is_sampled]
@@ -320,7 +331,7 @@ def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
 
 
 def check_plan(plan: StepPlan, page_size: int) -> None:
-    """Raises InvariantViolated for a plan that contradicts its sequences."""
+    """Raises InvariantViolated if a plan contradicts its sequences."""
     if len({id(item.sequence) for item in plan.items}) != len(plan.items):
         raise InvariantViolated("a sequence occurs twice in a step")
     for item in plan.items:

@@ -1,11 +1,11 @@
-"""Chooses the next tokens of a batch: Gumbel-max with noise that is a function of (seed, position, token id).
+"""Chooses the next tokens of a batch: Gumbel-max with noise that is a function of (seed, position, token ID).
 
-No generator and no state exist: a request draws the same tokens in any batch, on any worker, and after it was resumed
-anywhere. Knows nothing of pages or models. The same operations run on CPU and CUDA.
+There is no random generator and no state. A request samples the same tokens in any batch, on any worker, and after a
+resume. Does not depend on pages or models. CPU and CUDA run the same operations.
 
-What keeps a row independent of its neighbours, bit by bit: integers for the noise's bits, float64 from there on, and
-only operations that treat each row by itself (softmax, sort, cumsum, argmax; never a plain sum over a row, which torch
-splits among threads when a batch has one row).
+A row is bitwise independent of its neighbors for three reasons. The noise bits are integers. All later arithmetic is
+float64. Every operation handles each row separately: softmax, sort, cumsum, and argmax. A plain sum over a row is
+excluded, because torch splits it among threads if the batch has a single row.
 
 Shape legend: B rows (sequences), V vocabulary, R rows of one group, C candidates of a row, E scattered elements.
 """
@@ -26,31 +26,30 @@ from services.engine.steps.guesses import Draw, Guess
 from services.engine.steps.sequence import Chooser, Sampling
 from services.engine.steps.step import NonFiniteLogits, NothingAllowed, PromptReport, SampledToken
 
-# Rows with top-k or top-p are decided among this many of the likeliest tokens where others provably change nothing;
-# a row where they might is tried again with more candidates, and finally with all.
+# Rows with top-k or top-p first consider this many of the likeliest tokens, which is enough if the remaining tokens
+# provably change nothing. Otherwise, the row is retried with more candidates, and finally with all tokens.
 _FEW_CANDIDATES = 64
 _MORE_CANDIDATES_FACTOR = 16
 
-# The candidates of a guess: few enough to make the noise cheap, and enough to nearly always include the winner.
+# Candidates per draft token: few enough to keep the noise cheap, and enough to nearly always include the winner.
 _GUESS_CANDIDATES = 32
 
-# The number of logits that are worked on at a time.
+# Number of logits to process at a time.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], *, kernels: Kernels | None = None
 ) -> list[SampledToken | NonFiniteLogits]:
-    """Chooses one token for each row: row i is for `sequences[i]`, at the position after its last token.
+    """Chooses one token per row. Row i belongs to `sequences[i]`, at the position after its last token.
 
-    `logits` [B, V] float32 is not changed. Minus infinity rules a token out. A row with NaN or plus infinity, or whose
-    tokens are all ruled out, gives a NonFiniteLogits in its place. `kernels`, for logits on a CPU, decide the rows that
-    ask for nothing but a temperature and min-p in less time. Rows with a grammar are copied, so that the others cost
-    what they cost without them.
+    `logits` [B, V] float32 is not modified. Minus infinity excludes a token. The result for a row is NonFiniteLogits if
+    the row contains NaN or plus infinity, or if all of its tokens are excluded. `kernels` speed up rows on a CPU that
+    only use a temperature and min-p. Rows with a grammar are copied, so that they do not slow down the other rows.
     """
     if not sequences:
         return []
-    # While a GPU still computes the logits, the work of grammars is hidden behind that.
+    # On a GPU, this runs while the logits are still being computed, so the grammars cost no extra time.
     allowed = _allowed_tokens(sequences)
     plain = [row for row, sequence in enumerate(sequences) if row not in allowed and is_plain(sequence)]
     if kernels is None or not plain:
@@ -85,7 +84,7 @@ def is_plain(sequence: Chooser) -> bool:
 def _sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], allowed: dict[int, bytes]
 ) -> list[SampledToken | NonFiniteLogits]:
-    """Does what `sample` does in torch; `allowed` has the bits of `Grammar.allowed`, by row with a grammar."""
+    """Implements `sample` in torch. `allowed` maps each row with a grammar to the bits of `Grammar.allowed`."""
     is_valid = rows_are_valid(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
@@ -114,7 +113,7 @@ def _sample(
 
 
 def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> PromptReport:
-    """Returns how likely token i was in row i of `logits` [R, V] float32, and the `count` likeliest of the row."""
+    """Returns the log-probability of token i in row i of `logits` [R, V] float32, and the `count` likeliest tokens."""
     own, top_ids, top_logprobs = _logprobs(logits, token_ids, count)
     return PromptReport(
         top_ids.shape[1],
@@ -125,11 +124,11 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> Prom
 
 
 def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
-    """Returns nearly the token that `sample` would choose in each row of `logits` [R, V] float32, and how likely it is.
+    """Returns an approximation of the token that `sample` would choose per row of `logits` [R, V], and its probability.
 
-    With top-k or top-p, only the likeliest candidates race, and what depends on other tokens is left out. The noise is
-    the position's own, so that similar logits draw the same token (Gumbel coupling). The CPU kernels have a loop of
-    their own for this, `kernels/guess.h`.
+    `logits` is float32. With top-k or top-p, only the likeliest candidates compete, and cutoffs ignore all other
+    tokens. The noise depends only on seed, position, and token, so similar logits yield the same token (Gumbel
+    coupling). The CPU kernels have a separate implementation, `kernels/guess.h`.
     """
     values = logits.numpy(force=True)
     token_ids = values.argmax(axis=-1)
@@ -148,13 +147,13 @@ def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
     rows = np.arange(len(token_ids))
     chosen = values[rows, token_ids]
     highest = values.max(axis=-1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # a draft that gives NaN makes nothing likely
+    with np.errstate(invalid="ignore"):  # for NaN in the draft's logits, the probability is 0
         probabilities = np.exp(chosen - highest[:, 0]) / np.exp(values - highest).sum(axis=-1)
     return [*map(Guess, token_ids.tolist(), np.nan_to_num(probabilities).tolist())]
 
 
 def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
-    """Returns which of the candidates' scores [C] top-k, top-p and min-p leave, as if no other tokens existed."""
+    """Returns which of the candidate scores [C] pass top-k, top-p, and min-p, as if no other tokens existed."""
     order = np.argsort(-scores)
     weights = np.exp(scores[order] - scores[order[0]])
     shares = weights.cumsum() / weights.sum()
@@ -166,12 +165,12 @@ def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
 
 
 def rows_are_valid(logits: torch.Tensor) -> torch.Tensor:
-    """Returns bool [B]: whether the highest logit of each row of `logits` [B, V], NaN above all, is a finite number.
+    """Returns bool [B]: whether the highest logit of each row of `logits` [B, V] is finite. NaN ranks above all values.
 
-    NaN and plus infinity make a row invalid, and so does minus infinity in all of it. Elsewhere, minus infinity only
-    rules its token out: models mask padded vocabulary this way.
+    A row is invalid if it contains NaN or plus infinity, or consists of minus infinity. Otherwise, minus infinity only
+    excludes a token. Models mask the padding of the vocabulary in this way.
     """
-    if logits.device.type == "cpu":  # numpy releases the interpreter's lock less often, and waits for it less
+    if logits.device.type == "cpu":  # numpy releases the GIL less often, and so waits for it less
         return torch.from_numpy(np.isfinite(logits.numpy().max(axis=-1)))
     return torch.isfinite(logits.amax(dim=-1))
 
@@ -186,17 +185,20 @@ def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:
 
 
 def _argmax(values: torch.Tensor) -> torch.Tensor:
-    """Returns the index [R] of the highest of each row of `values` [R, C]: of equal ones the lowest, NaN above all."""
+    """Returns the index [R] of each row's maximum in `values` [R, C].
+
+    Ties go to the lowest index, NaN ranks highest.
+    """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(axis=-1))  # 20 times as fast as torch's
     return values.argmax(dim=-1)
 
 
-# -- Adjustments: what changes single logits ---------------------------------------------------------------------------
+# -- Adjustments: changes to single logits -----------------------------------------------------------------------------
 
 
 class _Elements:
-    """The single logits to change in all rows: E (row, token) pairs with two parameters each, gathered on the host."""
+    """Single logits to change, gathered on the host: E (row, token) pairs with two parameters each."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -206,7 +208,7 @@ class _Elements:
         self._second: list[np.ndarray] = []
 
     def add(self, row: int, token_ids: Iterable[int], first: np.ndarray | float, second: float = 0.0) -> None:
-        """Adds elements of one row. A token that the model does not have has no logit to change."""
+        """Adds elements of one row. Ignores tokens outside the model's vocabulary."""
         ids = np.fromiter(token_ids, dtype=np.int64)
         is_known = (ids >= 0) & (ids < self._vocab_size)
         self._token_ids.append(ids[is_known])
@@ -220,7 +222,7 @@ class _Elements:
         return bool(self._rows)
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Returns rows, token ids, first and second parameter, each [E]."""
+        """Returns rows, token IDs, first parameter, and second parameter, each [E]."""
         return tuple(
             torch.from_numpy(np.concatenate(parts)).to(device)
             for parts in (self._rows, self._token_ids, self._first, self._second)
@@ -228,7 +230,7 @@ class _Elements:
 
 
 def _adjust(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Applies min_tokens, logit_bias and penalties; returns `logits` itself where nothing is to be applied."""
+    """Applies min_tokens, logit_bias, and penalties. Returns `logits` itself if no row uses them."""
     vocab_size = logits.shape[1]
     banned, biased, repeated, counted = (_Elements(vocab_size) for _ in range(4))
     for row, sequence in enumerate(sequences):
@@ -254,7 +256,7 @@ def _adjust(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tenso
         rows, token_ids, penalty, _ = repeated.tensors(device)
         values = adjusted[rows, token_ids]
         penalised = torch.where(values > 0, values / penalty, values * penalty)
-        # A penalty next to nothing would make it infinite, and no token could be chosen.
+        # A penalty close to 0 would make the logit infinite, and no token could be chosen.
         adjusted[rows, token_ids] = penalised.clamp(max=torch.finfo(adjusted.dtype).max)
     if counted:
         rows, token_ids, frequency, presence = counted.tensors(device)
@@ -276,12 +278,12 @@ def _collect_penalties(row: int, sequence: Chooser, repeated: _Elements, counted
 
 
 def _allowed_tokens(sequences: SequenceOf[Chooser]) -> dict[int, bytes]:
-    """Returns the bits of `Grammar.allowed`, by row, for the rows that have a grammar."""
+    """Returns the bits of `Grammar.allowed` for each row with a grammar."""
     return {row: bits for row, sequence in enumerate(sequences) if (bits := sequence.allowed_tokens()) is not None}
 
 
 def _is_ruled_out(allowed: SequenceOf[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Returns bool [R, V] from the bits of R rows. The tokenizer may know fewer tokens than the model, or more."""
+    """Returns bool [R, V] from the bits of R rows. The tokenizer may have fewer or more tokens than the model."""
     num_bytes = (vocab_size + 7) // 8
     packed = np.zeros((len(allowed), num_bytes), dtype=np.uint8)
     for row, bits in enumerate(allowed):
@@ -290,13 +292,13 @@ def _is_ruled_out(allowed: SequenceOf[bytes], vocab_size: int, device: torch.dev
     np.invert(packed, out=packed)
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_))
-    # An eighth of the bytes to move; the device takes them apart.
+    # Transfer the packed bits, which are an eighth of the size, and unpack them on the device.
     bits_of = torch.arange(8, dtype=torch.uint8, device=device)
     unpacked = (torch.from_numpy(packed).to(device)[:, :, None] >> bits_of).bitwise_and_(1)
     return unpacked.flatten(1)[:, :vocab_size].bool()
 
 
-# -- Chance ------------------------------------------------------------------------------------------------------------
+# -- Random sampling ---------------------------------------------------------------------------------------------------
 
 
 def _draw_rows(
@@ -307,8 +309,11 @@ def _draw_rows(
     places: SequenceOf[int],
     sequences: SequenceOf[Chooser],
 ) -> None:
-    """Puts a drawn token into each of `rows` of `token_ids` [B]; `places` has the row of `scores` for each of them."""
-    # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
+    """Writes a sampled token to each of `rows` of `token_ids` [B].
+
+    `places` contains the row of `scores` for each row.
+    """
+    # Process in blocks: on a CPU, float64 temporaries that fit into the cache are several times faster.
     block_rows = max(1, _BLOCK_ELEMENTS.get(scores.device.type, 1 << 20) // scores.shape[1])
     for start in range(0, len(rows), block_rows):
         block = rows[start : start + block_rows]
@@ -317,7 +322,7 @@ def _draw_rows(
 
 
 def draw_of(sampling: Sampling, position: int) -> Draw:
-    """Returns how a request's token at a position is chosen, as the kernels read it."""
+    """Returns the sampling parameters for one position, in the kernels' format."""
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
     return Draw(sampling.seed & MASK64, position, temperature, sampling.min_p, sampling.top_p, sampling.top_k)
 
@@ -327,7 +332,7 @@ def _is_cut(sampling: Sampling) -> bool:
 
 
 def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Draws a token for each row of `scores` [R, V] float64, which may be changed; returns ids [R]."""
+    """Samples a token for each row of `scores` [R, V] float64. May modify `scores`. Returns IDs [R]."""
     samplings = [sequence.sampling for sequence in sequences]
     if any(sampling.temperature != 1 for sampling in samplings):
         scores.div_(_column([sampling.temperature for sampling in samplings], scores.device))
@@ -346,19 +351,19 @@ def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
 
 
 def _apply_min_p(scores: torch.Tensor, min_ps: SequenceOf[float]) -> None:
-    """Rules out, in place, what is less likely than min_p times the likeliest: a bound on the score, without a sum."""
+    """Excludes, in place, tokens less likely than min_p times the likeliest token. Compares scores, so needs no sum."""
     margins = [math.log(min_p) if min_p > 0 else -math.inf for min_p in min_ps]
     bounds = scores.amax(dim=-1, keepdim=True) + _column(margins, scores.device)
     scores.masked_fill_(scores < bounds, -math.inf)
 
 
 def _draw_whole(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Draws among all tokens."""
+    """Samples among all tokens."""
     return _race(scores, torch.arange(scores.shape[1], device=scores.device)[None], sequences)
 
 
 def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Returns, per row of `scores` [R, C], the token id whose score plus noise is highest. `token_ids` [R or 1, C]."""
+    """Returns the token ID with the highest score plus noise per row of `scores` [R, C]. `token_ids` is [R or 1, C]."""
     seeds = [sequence.sampling.seed for sequence in sequences]
     positions = [sequence.num_tokens for sequence in sequences]
     winners = _argmax(gumbel_noise(seeds, positions, token_ids).add_(scores))
@@ -368,7 +373,7 @@ def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[C
 def _draw_cut(
     scores: torch.Tensor, sequences: SequenceOf[Chooser], num_candidates: int = _FEW_CANDIDATES
 ) -> torch.Tensor:
-    """Draws with top-k and top-p among the `num_candidates` likeliest; rows where others could matter try with more."""
+    """Samples with top-k and top-p among the `num_candidates` likeliest tokens. Retries inconclusive rows with more."""
     device = scores.device
     num_candidates = min(num_candidates, scores.shape[1])
     candidate_ids = _likeliest(scores, num_candidates)
@@ -377,12 +382,13 @@ def _draw_cut(
     ranks = torch.arange(num_candidates, device=device)[None]
     token_ids = _race(candidates.masked_fill(ranks >= num_kept, -math.inf), candidate_ids, sequences)
     if num_candidates < scores.shape[1]:
-        # Others beyond the last candidate may be as likely: only a cut above that value is certain, and top-p only
-        # where all that top-k keeps is in view, because top-p takes its share of that.
+        # Tokens beyond the last candidate may be equally likely, so a cutoff is certain only above the last candidate's
+        # score. Top-p is certain only if all tokens that pass top-k are candidates, because it is relative to their
+        # sum.
         is_open = candidates.gather(1, num_kept - 1) <= candidates[:, -1:]
         lacks_top_k = [sequence.sampling.top_k > num_candidates for sequence in sequences]
         is_open |= torch.tensor(lacks_top_k, device=device)[:, None]
-        # Where the last candidate is ruled out, all that can be chosen is in view.
+        # If the last candidate is excluded, the candidates include every token that can be chosen.
         is_open &= candidates[:, -1:] > -math.inf
         still_open: list[int] = is_open[:, 0].nonzero()[:, 0].tolist()
         if still_open:
@@ -394,7 +400,7 @@ def _draw_cut(
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns ids [R, count] of the highest scores, highest first, and the lower id first among equal ones."""
+    """Returns IDs [R, count] of the highest scores in descending order. Ties are ordered by ascending ID."""
     if count == scores.shape[1]:
         return scores.sort(dim=-1, descending=True, stable=True).indices
     ids = scores.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -403,9 +409,10 @@ def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Returns how many leading candidates [R, 1] top-k and then top-p keep, given `probabilities` [R, C], falling.
+    """Returns the number of leading candidates [R, 1] that pass top-k and then top-p.
 
-    Top-p keeps the fewest tokens whose share of what top-k left is at least top_p.
+    `probabilities` [R, C] is in descending order. Top-p keeps the fewest tokens that together have at least top_p of
+    the probability that passes top-k.
     """
     device = probabilities.device
     num_candidates = probabilities.shape[1]
@@ -414,7 +421,7 @@ def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> to
     num_by_k = _index(top_ks, device)[:, None]
     has_top_k = torch.tensor([sequence.sampling.top_k > 0 for sequence in sequences], device=device)[:, None]
     total = torch.where(has_top_k, cumulated.gather(1, num_by_k - 1), 1.0)
-    # At 1, nothing is cut: rounding in the running sum must not drop the unlikeliest tokens.
+    # A top_p of 1 disables the cutoff: rounding in the running sum must not drop the unlikeliest tokens.
     shares = [sequence.sampling.top_p if sequence.sampling.top_p < 1 else math.inf for sequence in sequences]
     num_by_p = 1 + (cumulated < _column(shares, device) * total).sum(dim=-1, keepdim=True)
     return torch.minimum(num_by_p, num_by_k)
@@ -426,7 +433,7 @@ def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> to
 def _logprob_reports(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], chosen: SequenceOf[int]
 ) -> dict[int, SampledToken]:
-    """Returns tokens with log-probabilities for the rows that ask for them, by row."""
+    """Returns, by row, tokens with log-probabilities for the rows that request them."""
     asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     if not asking:
         return {}
@@ -441,18 +448,19 @@ def _logprob_reports(
 
 
 def _logprobs(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> tuple[torch.Tensor, ...]:
-    """Returns float64 [R], how likely token i was in row i, and ids and float64 [R, count] of the likeliest tokens.
+    """Returns the log-probability of token i in row i, float64 [R], and the `count` likeliest tokens per row.
 
-    The likeliest comes first, and the lower id first among equal ones. `count` is the row's length at most.
+    The likeliest tokens are IDs and float64 log-probabilities, each [R, count], in descending order. Ties are ordered
+    by ascending ID. `count` is capped at the row length.
     """
     logprobs = logits.to(torch.float64).log_softmax(dim=-1)
     own = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0]
     num_tokens = logprobs.shape[1]
     count = min(count, num_tokens)
-    # Whole rows stay where they are: [R, V] is large, and usually on a GPU.
+    # Avoid copying whole rows: [R, V] is large, and usually on a GPU.
     values, ids = logprobs.topk(min(count + 1, num_tokens))
     if 0 < count < num_tokens:
-        # Which of equal values topk takes is undefined.
+        # topk does not define which of several equal values it selects.
         open_rows: list[int] = (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist()
         for row in open_rows:
             reaching = (logprobs[row] >= values[row, count]).nonzero()[:, 0]

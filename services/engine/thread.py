@@ -1,6 +1,7 @@
-"""One thread that owns the engine's mutable state: it runs commands between steps and steps while there is work.
+"""A thread that owns the engine's mutable state. It runs commands between steps, and steps while there is work.
 
-Knows nothing of models, pages or requests. Others change what it owns only by `submit`, and never wait on a lock of it.
+Does not depend on models, pages, or requests. Other threads change the owned state only through `submit`, and never
+wait for a lock of this thread.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerU
 Result = TypeVar("Result")
 
 IDLE_S = 0.25
-# Every submit wakes the thread; this only bounds the harm of a lost wake-up.
+# Every submit wakes the thread. This limit only bounds the delay of a lost wake-up.
 _LONGEST_SLEEP_S = 1.0
 
 
 class EngineThread:
-    """Runs `step` in its own thread as long as it returns true (there is more work), and again after each command.
+    """Runs `step` in its own thread as long as it returns true (more work remains), and again after each command.
 
-    A command that raises gives its error to its future and harms nothing else, unless that is InvariantViolated. Any
-    error of `step` and `on_idle`, and InvariantViolated of a command, is fatal: the thread ends, all futures fail with
-    WorkerUnavailable, and `on_fatal(error)` is called, once, on the engine thread.
+    If a command raises, its future receives the error and nothing else is affected, unless the error is
+    InvariantViolated. InvariantViolated from a command, and any error from `step` or `on_idle`, is fatal: the thread
+    ends, all futures fail with WorkerUnavailable, and the engine thread calls `on_fatal(error)` once.
 
-    `on_idle` is called, once, when there has been nothing to do for IDLE_S: what comes then waits for it.
+    `on_idle` is called once after IDLE_S seconds without work. New work waits until it returns.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class EngineThread:
         self._run_number = 0
         self._is_running = False
         self._refusal: WorkerUnavailable | None = None
-        # A daemon, so that a step that never returns cannot keep a process alive that wants to end.
+        # A daemon thread, so that a step that never returns cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins to run. Commands submitted before wait until here."""
+        """Starts the thread, which first runs the commands submitted so far."""
         self._thread.start()
 
     def submit(self, command: Callable[[], Result]) -> Future[Result]:
-        """Runs `command` on the engine thread before its next step, in order of submission, from any thread.
+        """Runs `command` on the engine thread before its next step, in order of submission. Callable from any thread.
 
-        The future fails with WorkerUnavailable when the thread has ended or ends first. It can be cancelled until the
-        command begins. Waiting for it on the engine thread itself would never end.
+        The future fails with WorkerUnavailable if the thread ends before it runs the command. The future can be
+        cancelled until the command starts. The engine thread must not wait for the future, because it would deadlock.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -75,23 +76,24 @@ class EngineThread:
         return future
 
     def wake(self) -> None:
-        """Makes an idle thread call `step` once more: something outside has changed."""
+        """Makes an idle thread call `step` again, after a change outside the thread."""
         with self._changed:
             self._is_woken = True
             self._changed.notify()
 
     def settle(self, *, timeout_s: float) -> None:
-        """Waits until all that was submitted so far has run or was refused, at most `timeout_s`; not on the thread."""
+        """Waits up to `timeout_s` until all earlier commands have run or failed. Not callable on the engine thread."""
         with contextlib.suppress(WorkerUnavailable, TimeoutError):
             self.submit(lambda: None).result(timeout_s)
 
     def stop(self, *, timeout_s: float) -> None:
-        """Lets the current command or step finish, then ends; what is still queued fails with WorkerUnavailable.
+        """Ends the thread after its current command or step. Queued commands fail with WorkerUnavailable.
 
-        May be called again. On the engine thread itself (from `on_fatal`, say), and after `abandon`, it does not wait.
+        Idempotent. Does not wait if called on the engine thread itself (for example from `on_fatal`) or after
+        `abandon`.
 
         Raises:
-            DeadlineExceeded: the thread still runs after `timeout_s`.
+            DeadlineExceeded: The thread still runs after `timeout_s`.
         """
         with self._changed:
             self._is_stopping = True
@@ -106,9 +108,9 @@ class EngineThread:
             raise DeadlineExceeded(f"the engine thread did not end within {timeout_s} s")
 
     def abandon(self, reason: str) -> None:
-        """Gives up a thread whose step does not return: what is queued, and what comes, fails with WorkerUnavailable.
+        """Gives up a thread whose step does not return. Queued and future commands fail with WorkerUnavailable.
 
-        Should the step return after all, the thread ends. What the thread owns must not be used from then on.
+        If the step returns later, the thread ends. The caller must no longer use the state that the thread owns.
         """
         with self._changed:
             self._is_stopping = self._is_abandoned = True
@@ -117,12 +119,12 @@ class EngineThread:
 
     @property
     def current_run(self) -> int | None:
-        """Number of the round of commands and a step that runs now; None while the thread is idle."""
+        """Number of the current iteration (commands and one step). None while the thread is idle."""
         return self._run_number if self._is_running else None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     @property
@@ -134,7 +136,7 @@ class EngineThread:
         reason = "the engine was stopped"
         try:
             self._loop()
-        except BaseException as error:  # noqa: BLE001  root of the thread: whatever it is, nobody may wait for ever
+        except BaseException as error:  # noqa: BLE001  root of the thread: any error must fail the futures
             reason = f"the engine failed: {type(error).__name__}"
             self._refuse_all(reason)
             self._on_fatal(error)
@@ -157,7 +159,7 @@ class EngineThread:
         self._is_running = True
 
     def _wait(self, *, is_idle: bool) -> bool:
-        """Sleep, if idle, until there is something to do; return false at the end."""
+        """Sleeps, if idle, until there is work. Returns false if the thread must end."""
         if is_idle and not self._has_come(IDLE_S):
             self._begin_run()
             self._on_idle()
@@ -175,7 +177,7 @@ class EngineThread:
             )
 
     def _run_commands(self) -> None:
-        # Only those that have come by now: commands that submit commands must not keep the next step from coming.
+        # Run only the commands that are queued now. Commands that submit commands must not delay the next step.
         for _ in range(len(self._commands)):
             with self._changed:
                 if self._is_stopping:
@@ -194,20 +196,20 @@ class EngineThread:
 
 
 class StepWatch:
-    """Notices a step that does not end. Has no clock: each look says how much time has passed since the last.
+    """Detects a step that does not end. Has no clock: each check receives the time elapsed since the previous check.
 
-    So the time in which the whole process was stopped does not count against the step.
+    As a result, the time in which the whole process was suspended does not count against the step.
     """
 
     def __init__(self, engine: EngineThread, *, timeout_s: float) -> None:
-        """`timeout_s` of 0 never finds anything."""
+        """Disables the check if `timeout_s` is 0."""
         self._engine = engine
         self._timeout_s = timeout_s
         self._run: int | None = None
         self._age_s = 0.0
 
     def is_stuck(self, elapsed_s: float) -> bool:
-        """Look: whether the same step has been seen running for longer than the limit."""
+        """Returns whether the checks have seen the same step running for longer than the timeout."""
         run = self._engine.current_run
         self._age_s = self._age_s + elapsed_s if run is not None and run == self._run else 0.0
         self._run = run
@@ -224,7 +226,7 @@ class _Command:
             return
         try:
             result = self.function()
-        except BaseException as error:  # the error belongs to the code that waits for the future
+        except BaseException as error:  # the code that waits for the future handles the error
             self.future.set_exception(error)
             if isinstance(error, InvariantViolated) or not isinstance(error, Exception):
                 raise

@@ -1,4 +1,4 @@
-"""The pages of the KV cache, and where they go when the pool is full.
+"""KV cache pages, and the tiers to which they are evicted when the pool is full.
 
-Knows nothing of models, sequences' tokens or transfers.
+Does not depend on models, the tokens of sequences, or transfers.
 """

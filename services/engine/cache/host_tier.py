@@ -1,18 +1,19 @@
-"""A second tier of memory for named KV pages: what the pool evicts goes to the host's memory, and comes back.
+"""Second cache tier in host memory. Named pages evicted from the pool move here and are reloaded on a hit.
 
-A page is copied out when an allocation takes it from the pool's cache, and only if it has a name: its content is then
-final and was computed or verified here. It is found by the same key as before, hence by the same tenants. It comes back
-when a sequence begins with what is in it, into a page of that sequence, if the caller says that copying is worth it; a
-key is in the pool or here, never in both. When there is no room those go that came first, which of one sequence is its
-end before its beginning. What is copied cannot be told from what was never away: the same bytes under the same name.
+A page is copied here when an allocation evicts it from the pool, and only if it is named (registered under a key). Its
+content is then final, and was computed or verified on this worker. The key is unchanged, so the same tenants can find
+the page. When a sequence starts with the page's content, the page is copied into a page of that sequence, provided that
+the caller expects the copy to pay off. A key is in the pool or in this tier, never in both. When the tier is full, it
+evicts the pages stored first, and therefore the end of a sequence before its beginning. A reloaded page has the same
+bytes and the same key as a page that was never evicted.
 
-Knows no sequence, no speed and no clock. Belongs to the engine thread; nothing locks, and nothing is half done when a
-method returns. Lost with the process, as the pool is.
+Does not depend on sequences, link speeds, or clocks. The engine thread owns the tier, so there are no locks, and each
+method completes its operation before it returns. The content is lost with the process, like the pool.
 
     pool    free -> used -> cached --evict--> free
                      ^                 | put
                      | load, name      v
-    host             +-- take -------- held --(no room)--> gone
+    host             +-- take -------- held --(tier full)--> evicted
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from services.runtime.page_keys import PageKey
 
 
 class HostTierStats(NamedTuple):
-    """Slots of the tier, `held + free == total`, and since the start how many pages came, went back, and were lost."""
+    """Slots of the tier, with `held + free == total`, and the pages stored, loaded, and dropped since the start."""
 
     total: int
     free: int
@@ -45,11 +46,11 @@ class _Entry(NamedTuple):
 
 
 class HostTier:
-    """Named pages in a swap space of their own, the longest here first to go. See `PageStore` for the callers."""
+    """Named pages in a dedicated swap space. Evicts the oldest pages first. Implements `PageStore`."""
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
-        self._entries: dict[PageKey, _Entry] = {}  # in the order in which they go
+        self._entries: dict[PageKey, _Entry] = {}  # in eviction order
         self._num_stored = self._num_loaded = self._num_dropped = 0
 
     @property
@@ -58,24 +59,24 @@ class HostTier:
         return self._space.page_bytes
 
     def stats(self) -> HostTierStats:
-        """Returns counts, from any thread; they may be of different moments there."""
+        """Returns the counts. Callable from any thread, where the counts may be from different moments."""
         free, total = self._space.num_free_slots, self._space.num_slots
         return HostTierStats(total, free, total - free, self._num_stored, self._num_loaded, self._num_dropped)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Returns whether the page with this key is here."""
+        """Returns whether the tier contains the page with this key."""
         return key in self._entries
 
     def parents(self) -> dict[PageKey, PageKey | None]:
-        """Returns the key of the page before each that is here."""
+        """Returns, for each page in the tier, the key of the preceding page."""
         return {key: entry.parent for key, entry in self._entries.items()}
 
     def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
-        """Copies pages of the pool that are about to be evicted, in that order; returns the keys that went for them.
+        """Copies pool pages that are about to be evicted, in eviction order. Returns the keys dropped to free slots.
 
-        Where they do not all fit, the last are kept: those that would have been evicted last.
+        If the pages do not all fit, the tier stores the last of them, which would have been evicted last.
         """
-        # What was taken and is not loaded yet still has its slots.
+        # Pages that were taken but not yet loaded still occupy their slots.
         room = self._space.num_free_slots + len(self._entries)
         pages = pages[max(0, len(pages) - room) :]
         if not pages:
@@ -90,26 +91,26 @@ class HostTier:
         return gone
 
     def discard(self, key: PageKey) -> None:
-        """Forgets a page, if it is here."""
+        """Drops a page. Ignores unknown keys."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._space.free([entry.slot])
             self._num_dropped += 1
 
     def take(self, keys: Sequence[PageKey]) -> list[int]:
-        """Returns the slots of pages that are here, which are no longer found; the caller gives them to `load`."""
+        """Removes pages from the index and returns their slots. Pass the slots to `load`."""
         return [self._entries.pop(key).slot for key in keys]
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> None:
-        """Copies what was taken into pages of the pool and gives up the slots."""
+        """Copies taken slots into pages of the pool, and frees the slots."""
         self._space.load(slots, page_ids)
         self._space.free(slots)
         self._num_loaded += len(slots)
 
     def rehearse(self, num_pages: int) -> int:
-        """Copies the first pages of the pool, as many as fit in, out and in again: so that it can be timed.
+        """Copies the first pages of the pool out and back in, for timing. Returns the number of bytes copied.
 
-        Before anybody uses them. Returns how many bytes were copied.
+        Call it before the pages are in use. Copies at most `num_pages`, and only as many as fit.
         """
         page_ids = range(min(num_pages, self._space.num_free_slots, self._space.num_pool_pages))
         slots = self._space.store(page_ids)
@@ -118,7 +119,7 @@ class HostTier:
         return 2 * len(slots) * self._space.page_bytes
 
     def problems(self) -> list[str]:
-        """Returns how the books contradict themselves; between two calls of an allocator nothing is taken."""
+        """Returns inconsistencies of the bookkeeping. Expects no taken slots, which holds between allocator calls."""
         problems = self._space.problems()
         slots = {entry.slot for entry in self._entries.values()}
         if len(slots) != len(self._entries) or len(slots) != self._space.num_slots - self._space.num_free_slots:
@@ -135,10 +136,11 @@ def take_prefix(
     is_worth: Callable[[int, int], bool],
     timed: Callable[[int, Callable[[], None]], None],
 ) -> int:
-    """Gives an empty lease the pages with the first of these keys that exist; returns how many.
+    """Gives an empty lease the pages of the longest available prefix of `keys`. Returns their number.
 
-    First those in the pool, then, of those behind them, what is in the host's memory, if `is_worth(number of these
-    pages, number of pages before them)`. `timed(number of pages, copy)` calls `copy`, which takes most of the time.
+    The lease first receives pages from the pool. The pages that follow are loaded from host memory if `is_worth(number
+    of these pages, number of pages before them)` is true. `timed(number of pages, copy)` must call `copy`, which takes
+    most of the time.
     """
     cached = allocator.find(keys)
     is_taken = lease.take(cached)
@@ -147,11 +149,11 @@ def take_prefix(
     if tier is None:
         return num_cached
     stored = allocator.find_stored(keys[num_cached:])
-    # Without room for them the rest of the sequence has none either, which is the caller's to be told.
+    # If these pages do not fit, neither does the rest of the sequence. The caller handles that case.
     if not stored or not lease.can_grow(len(stored)) or not is_worth(len(stored), num_cached):
         return num_cached
     slots = allocator.take_stored(stored)
-    # This may evict others into the tier, but not what was taken from it.
+    # This may evict other pages into the tier, but not the pages taken from it.
     page_ids = lease.grow(len(stored), state="used")
     timed(len(stored), lambda: tier.load(slots, page_ids))
     allocator.name(page_ids, stored, parent=keys[num_cached - 1] if num_cached else None)

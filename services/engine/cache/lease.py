@@ -1,4 +1,4 @@
-"""The pages of one sequence as a scope. Knows nothing of what is in them."""
+"""Lease of one sequence's pages as a context manager. Does not access their content."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from services.runtime.errors import InvariantViolated
 
 
 class PageLease:
-    """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
+    """The pages of one sequence and its remaining promise, as a context manager that releases both on exit.
 
-    `page_ids` is the sequence's page table, in order; it grows in place and is emptied by `close`, so a sequence that
-    shares the list cannot reach its former pages.
+    `page_ids` is the sequence's page table, in order. It grows in place, and `close` empties it, so a sequence that
+    shares the list cannot access its former pages.
     """
 
     def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
-        """Promises `num_promised_pages`; raises NoFreePages where that cannot be kept."""
+        """Promises `num_promised_pages`. Raises NoFreePages if too few pages are available."""
         allocator.promise(num_promised_pages)
         self._allocator = allocator
         self._num_promised = num_promised_pages
@@ -26,23 +26,23 @@ class PageLease:
 
     @property
     def num_promised_pages(self) -> int:
-        """Pages that `grow` can still take without fail."""
+        """Pages that `grow` can still allocate without failing."""
         return self._num_promised
 
     @property
     def is_closed(self) -> bool:
-        """Whether everything was given back."""
+        """Whether `close` was called."""
         return self._is_closed
 
     def can_grow(self, num_pages: int) -> bool:
-        """Says whether `grow` would succeed now."""
+        """Returns whether `grow` would succeed now."""
         return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
 
     def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Takes `num_pages` more, from the promise first; returns only the new ones. All or none.
+        """Allocates `num_pages` more pages, from the promise first. Returns only the new pages. All or none.
 
         Raises:
-            NoFreePages: the promise is smaller and the rest is not available.
+            NoFreePages: The pages beyond the promise are not available.
         """
         if self._is_closed:
             raise InvariantViolated("a closed page lease cannot grow")
@@ -53,16 +53,16 @@ class PageLease:
         return page_ids
 
     def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
-        """Grows until the lease holds at least `num_pages`; returns only the new ones."""
+        """Grows until the lease contains at least `num_pages`. Returns only the new pages."""
         return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
 
     def mark_used(self) -> None:
-        """Moves all pages of the lease that are reserved to used."""
+        """Changes all reserved pages of the lease to used."""
         is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
         self._allocator.mark_used(is_reserved)
 
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
-        """Adds pages whose content exists already, as `PageAllocator.take`; the promise shrinks by as many."""
+        """Adds pages with existing content, like `PageAllocator.take`. This reduces the promise by the same number."""
         if self._is_closed:
             raise InvariantViolated("a closed page lease cannot grow")
         num_promised = min(len(page_ids), self._num_promised)
@@ -73,9 +73,9 @@ class PageLease:
         return True
 
     def close(self, *, is_kept: bool = False) -> None:
-        """Gives back the pages and the promise. The second time does nothing.
+        """Releases the pages and the promise. Idempotent.
 
-        `is_kept`: the content of used pages stays, as long as the pool has room, for a caller that takes it by its
+        If `is_kept` is true, used pages stay cached until they are evicted, and the caller can take them again by their
         generation.
         """
         if self._is_closed:

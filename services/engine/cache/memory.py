@@ -1,7 +1,7 @@
-"""How much memory KV pages get where nobody said a number, and what is refused where somebody did.
+"""Computes the memory for KV pages: defaults for unset sizes, and checks of configured sizes.
 
-Knows what is free now, and nothing of others that are about to take it: engines that share a GPU are told which part of
-it they may have.
+Only considers the memory that is free now. It cannot account for other processes that are about to allocate memory, so
+engines that share a GPU are configured with their fraction of it.
 """
 
 from pathlib import Path
@@ -28,11 +28,12 @@ def num_pool_pages(
     kv_memory_bytes: int | None,
     gpu_memory_share: float,
 ) -> int:
-    """Returns how many pages the pool gets, beside weights that are loaded already.
+    """Returns the number of pages in the pool. The weights are already loaded.
 
-    That is `num_pages`, or what fits into `kv_memory_bytes`. With neither, 1 GiB or a quarter of the available memory
-    on a CPU, whichever is less; on a GPU half of the free memory, and at most half of `gpu_memory_share` of what the
-    weights leave of all. Raises ConfigError where the settings contradict each other or memory.
+    The result is `num_pages`, or the number of pages that fit into `kv_memory_bytes`. If neither is set, the default on
+    a CPU is 1 GiB or a quarter of the available memory, whichever is less. On a GPU, the default is half of the free
+    memory, and at most half of `gpu_memory_share` of the memory that the weights leave of the GPU's total. Raises
+    ConfigError if the settings contradict each other or exceed the available memory.
     """
     if num_pages is not None and kv_memory_bytes is not None:
         raise ConfigError("num_pages and kv_memory_bytes are both set: give one of them")
@@ -57,10 +58,11 @@ def num_pool_pages(
 
 
 def num_tier_bytes(layout: PageLayout, device: torch.device, *, num_pages: int, asked: int | None) -> int:
-    """Returns the bytes of the host's memory below a pool of `num_pages` pages; 0: none.
+    """Returns the size of the host tier below a pool of `num_pages` pages, in bytes. 0 disables the tier.
 
-    Where nothing was asked for: none on a CPU, where it would be a second piece of the same memory, and for a GPU as
-    much as the pool, at most 8 GiB or a quarter of what is available. Raises ConfigError for what cannot be had.
+    If `asked` is None, a CPU gets no host tier, because it would use the same memory as the pool. A GPU gets a tier of
+    the size of the pool, limited to 8 GiB and to a quarter of the available memory. Raises ConfigError if `asked` bytes
+    are unavailable or less than a page.
     """
     available_bytes = _available_memory_bytes(torch.device("cpu"))
     if asked is None:
@@ -81,19 +83,19 @@ def num_tier_bytes(layout: PageLayout, device: torch.device, *, num_pages: int, 
 def _default_kv_bytes(device: torch.device, available_bytes: int, weight_bytes: int, gpu_memory_share: float) -> int:
     if device.type == "cpu":
         return min(_DEFAULT_KV_MEMORY_BYTES, int(available_bytes * _DEFAULT_KV_MEMORY_SHARE))
-    # Others that load now see the same free memory, so each keeps to its part of what all of them share.
+    # Processes that load at the same time see the same free memory, so each is limited to its own fraction.
     left_bytes = max(0, _gpu_memory_bytes(device)[1] - weight_bytes)
     return int(min(available_bytes, left_bytes * gpu_memory_share) * _DEFAULT_KV_GPU_SHARE)
 
 
 def _gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Returns what is free on a GPU, and what it has."""
+    """Returns the free and total memory of a GPU, in bytes."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return int(free_bytes), int(total_bytes)
 
 
 def _available_memory_bytes(device: torch.device) -> int:
-    """Returns what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
+    """Returns the bytes that can be allocated without swapping: on the GPU, or on the host and in its container."""
     if device.type == "cuda":
         return _gpu_memory_bytes(device)[0]
     available_bytes, limit = _host_available_bytes(), memory_limit()

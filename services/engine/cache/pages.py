@@ -1,7 +1,7 @@
-"""The bookkeeping of KV pages: the holders of each, what it is found by, and which are free.
+"""Bookkeeping of KV pages: their holders, their keys, and the free list.
 
-Knows nothing of the memory of pages, of sequences, models or transfers. Everything here belongs to the engine thread,
-but for `PageAllocator.generations`; nothing locks.
+Does not touch page memory, and does not depend on sequences, models, or transfers. The engine thread owns everything
+here, so there are no locks. Only `PageAllocator.generations` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from services.runtime.page_keys import PageKey
 PageState = Literal["free", "cached", "reserved", "used"]
 HeldState = Literal["reserved", "used"]
 
-# The order is that of the bytes in PageAllocator._states.
+# Same order as the state codes in PageAllocator._states.
 _STATES: tuple[PageState, ...] = ("free", "cached", "reserved", "used")
 _FREE, _CACHED, _RESERVED, _USED = range(4)
 _CODE_OF: dict[HeldState, int] = {"reserved": _RESERVED, "used": _USED}
 
 
 class PageCounts(NamedTuple):
-    """How many pages are in each state; the four states add up to `total`."""
+    """Number of pages in each state. The four states add up to `total`."""
 
     total: int
     free: int
@@ -34,35 +34,36 @@ class PageCounts(NamedTuple):
 
 
 class PageChanges(NamedTuple):
-    """Keys that pages are found by now and were not before, and the other way round; no key is in both."""
+    """Keys added to the index and keys removed from it since the last report. No key is in both."""
 
     added: tuple[PageKey, ...]
     evicted: tuple[PageKey, ...]
 
     @classmethod
     def none(cls) -> PageChanges:
-        """Nothing has changed."""
+        """Returns an empty set of changes."""
         return cls((), ())
 
 
 class PageAllocator:
-    """Knows the holders of each page; touches no memory of the pool.
+    """Tracks the holders of each page. Does not access the pool's memory.
 
-    A page is `free`, `cached` (nobody holds it, but its content may be taken again), `reserved` (held for content
-    that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
-    when the last one releases it. A **promise** counts pages that an admitted request may still need; it takes no
-    page, but nobody else can be given the last ones. A page's **generation** changes at each allocation, so a late
-    reference to an earlier holder's content can be told.
+    A page is `free`, `cached` (no holders, but its content can be reused), `reserved` (held for content that is still
+    to arrive and be verified), or `used` (held, with trusted content). Holders are counted, and the last release frees
+    or caches the page. A **promise** counts pages that an admitted request may still need. It allocates no page, but
+    prevents other requests from taking the last ones. The **generation** of a page changes at each allocation, so a
+    stale reference to a previous holder's content can be detected.
 
-    A used page whose content is final may be **named** by a key (services.runtime.page_keys): `find` gives named pages
-    to sequences that need the same content, and they are cached when their last holder releases them. Where two pages
-    have the same content, one is named. An allocation that finds no free page evicts cached ones: those that were
-    released first, and of those that were released together the end of the sequence before its beginning, without which
-    it could not be found. With a `store`, evicted named pages go there, where `find_stored` finds them; a key is in the
-    pool or in the store. `take_changes` returns which keys have come and gone, in both together.
+    A used page with final content may be **named**, that is, registered under a key (services.runtime.page_keys).
+    `find` returns named pages to sequences that need the same content, and the last release of a named page caches it.
+    If two pages have the same content, one of them is named. An allocation that finds too few free pages evicts cached
+    pages in the order of their release. Among pages released together, it evicts the end of the sequence before the
+    beginning, because a page can only be found through the pages before it. If there is a `store`, evicted named pages
+    move there, and `find_stored` finds them. A key is in the pool or in the store. `take_changes` returns the keys that
+    were added to or removed from both together.
 
-    Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
-    so, sooner or later, is an answer.
+    Misuse, such as releasing a free page or marking a page used twice, raises InvariantViolated, because the
+    bookkeeping is then wrong, and sooner or later a response is wrong too.
     """
 
     def __init__(self, num_pages: int, *, store: PageStore | None = None) -> None:
@@ -73,30 +74,30 @@ class PageAllocator:
         self._states = bytearray(num_pages)
         self._references = [0] * num_pages
         self._generations = [0] * num_pages
-        # Taken from the end: a page that was just released is the likeliest to be in a processor's cache.
+        # Allocations pop from the end: the most recently released page is the likeliest to be in the processor's cache.
         self._free_ids = list(range(num_pages - 1, -1, -1))
         self._num_in_state = [num_pages, 0, 0, 0]
         self._num_promised = 0
         self._keys: list[PageKey | None] = [None] * num_pages
         self._page_of: dict[PageKey, int] = {}
-        self._cached: dict[int, None] = {}  # in the order in which they are evicted
-        self._parents: dict[PageKey, PageKey | None] = {}  # the key of the page before, of each key in _page_of
+        self._cached: dict[int, None] = {}  # in eviction order
+        self._parents: dict[PageKey, PageKey | None] = {}  # for each key in _page_of, the key of the preceding page
         self._added: dict[PageKey, None] = {}  # since take_changes
         self._evicted: dict[PageKey, None] = {}
 
     @property
     def num_pages(self) -> int:
-        """All pages."""
+        """Total number of pages."""
         return self._num_pages
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody holds and whose content means nothing."""
+        """Pages without holders and without reusable content."""
         return self._num_in_state[_FREE]
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that nobody holds but whose content can be taken again; an allocation evicts them."""
+        """Unreferenced pages whose content can still be reused. Allocations evict them."""
         return self._num_in_state[_CACHED]
 
     @property
@@ -106,12 +107,12 @@ class PageAllocator:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages whose content is being used."""
+        """Held pages with trusted content."""
         return self._num_in_state[_USED]
 
     @property
     def num_promised_pages(self) -> int:
-        """Pages that are spoken for, though still free or cached."""
+        """Pages that are promised but still free or cached."""
         return self._num_promised
 
     @property
@@ -124,14 +125,14 @@ class PageAllocator:
         return PageCounts(self._num_pages, *self._num_in_state)
 
     def can_promise(self, num_pages: int) -> bool:
-        """Says whether `promise` would succeed now."""
+        """Returns whether `promise` would succeed now."""
         return num_pages <= self.num_available_pages
 
     def promise(self, num_pages: int) -> None:
-        """Counts `num_pages` as spoken for.
+        """Promises `num_pages` to the caller.
 
         Raises:
-            NoFreePages: fewer are available.
+            NoFreePages: Fewer pages are available.
         """
         _check_count(num_pages)
         if not self.can_promise(num_pages):
@@ -139,20 +140,20 @@ class PageAllocator:
         self._num_promised += num_pages
 
     def unpromise(self, num_pages: int) -> None:
-        """Gives back a promise of `num_pages`."""
+        """Withdraws a promise of `num_pages`."""
         _check_count(num_pages)
         if num_pages > self._num_promised:
             raise InvariantViolated(f"{num_pages} pages given back of {self._num_promised} promised")
         self._num_promised -= num_pages
 
     def allocate(self, num_pages: int, *, state: HeldState, num_promised: int = 0) -> list[int]:
-        """Takes `num_pages` pages, each with one holder and a new generation; all or none. Free ones come first.
+        """Allocates `num_pages` pages, each with one holder and a new generation. Uses free pages first. All or none.
 
-        `num_promised` of them were promised to the caller before: these cannot fail, and the promise shrinks by as
-        many.
+        `num_promised` of them were promised to the caller before. Their allocation cannot fail, and reduces the
+        promise.
 
         Raises:
-            NoFreePages: there are not enough beyond what is promised to others.
+            NoFreePages: Too few pages are available beyond those promised to other callers.
         """
         _check_count(num_pages)
         if not 0 <= num_promised <= min(num_pages, self._num_promised):
@@ -172,10 +173,11 @@ class PageAllocator:
         return page_ids
 
     def name(self, page_ids: Sequence[int], keys: Sequence[PageKey], *, parent: PageKey | None = None) -> None:
-        """Says what is in used pages that follow each other and are final.
+        """Registers used pages, consecutive and with final content, under keys.
 
-        `parent` is the key of the page before them; None: it is the first. A key that another page has stays with that
-        one. Behind a page that nobody finds, nothing is named: it could not be found either.
+        `parent` is the key of the preceding page, or None if the pages start the sequence. A key that is already
+        assigned to another page stays there. If the preceding page is not registered, the pages after it are not
+        registered either, because no lookup could reach them.
         """
         for page_id, key in zip(page_ids, keys, strict=True):
             self._check_state(page_id, _USED)
@@ -188,15 +190,15 @@ class PageAllocator:
                 self._parents[key] = parent
                 self._keys[page_id] = key
                 if self._store is not None and key in self._store:
-                    self._store.discard(key)  # it was computed again: one copy is enough
+                    self._store.discard(key)  # the page was recomputed: one copy is enough
                 else:
                     self._note(key, self._added, self._evicted)
             parent = key
 
     def unname(self, page_ids: Sequence[int]) -> None:
-        """Makes these used pages, and what was computed behind them, impossible to find: their content is wrong.
+        """Removes the keys of used pages with wrong content, and the keys of all pages computed after them.
 
-        Takes time in proportion to all named pages, stored ones included.
+        Takes time in proportion to the number of named pages, including stored ones.
         """
         for page_id in page_ids:
             self._check_state(page_id, _USED)
@@ -211,7 +213,7 @@ class PageAllocator:
             chain: list[PageKey | None] = []
             ancestor: PageKey | None = key
             while ancestor not in is_doubtful:
-                if ancestor not in parents:  # evicted: what is behind it may be behind more
+                if ancestor not in parents:  # evicted: pages after it may depend on a wrong page
                     is_doubtful[ancestor] = True
                     break
                 chain.append(ancestor)
@@ -228,18 +230,18 @@ class PageAllocator:
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` would say something."""
+        """Whether `take_changes` would return any keys."""
         return bool(self._added or self._evicted)
 
     def take_changes(self) -> PageChanges:
-        """Returns which keys have come and gone since the last call. What came and went is in neither."""
+        """Returns the keys added and removed since the last call. A key with both changes is in neither set."""
         changes = PageChanges(tuple(self._added), tuple(self._evicted))
         self._added.clear()
         self._evicted.clear()
         return changes
 
     def find(self, keys: Sequence[PageKey]) -> list[int]:
-        """Returns the pages with the first of these keys, as many as there are in a row. Nothing changes."""
+        """Returns the pages of the longest prefix of `keys` that is in the pool. Changes nothing."""
         page_ids = []
         for key in keys:
             page_id = self._page_of.get(key)
@@ -249,22 +251,21 @@ class PageAllocator:
         return page_ids
 
     def find_stored(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Returns the first of these keys whose pages are in the store, as many as there are in a row."""
+        """Returns the longest prefix of `keys` that is in the store."""
         return list(takewhile(self._is_stored, keys))
 
     def take_stored(self, keys: Sequence[PageKey]) -> list[int]:
-        """Takes what `find_stored` found out of the store; nobody finds it until it is named again."""
+        """Removes the pages from the store. Lookups miss until the pages are registered again. Returns their slots."""
         assert self._store is not None, "what was found is somewhere"
         for key in keys:
             self._note(key, self._evicted, self._added)
         return self._store.take(keys)
 
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
-        """Uses different pages whose content is kept, each with one holder more; all or none.
+        """Adds one holder to each of these distinct pages, whose content is reused. All or none.
 
-        `num_promised` of them were promised to the caller before; the promise shrinks by as many. Returns False, and
-        changes nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
-        because of promises to others.
+        `num_promised` of them were promised to the caller before, which reduces the promise. Returns False and changes
+        nothing if a page has a different generation or no content, or if promises to other callers prevent it.
         """
         if not 0 <= num_promised <= min(len(page_ids), self._num_promised):
             raise InvariantViolated(
@@ -286,14 +287,14 @@ class PageAllocator:
         return True
 
     def drop(self, page_ids: Sequence[int], generations: Sequence[int]) -> None:
-        """Frees those of the pages that are cached in that generation and that no key finds. Idempotent."""
+        """Frees the pages that are cached in that generation and have no key. Idempotent."""
         for page_id, generation in zip(page_ids, generations, strict=True):
             is_meant = page_id in self._cached and self._generations[page_id] == generation
             if is_meant and self._keys[page_id] is None:
                 self._free_cached(page_id)
 
     def mark_used(self, page_ids: Sequence[int]) -> None:
-        """Moves reserved pages to used: their content was verified."""
+        """Changes reserved pages to used, after their content was verified."""
         for page_id in page_ids:
             self._check_state(page_id, _RESERVED)
             self._move(page_id, _USED)
@@ -305,9 +306,10 @@ class PageAllocator:
             self._references[page_id] += 1
 
     def release(self, page_ids: Sequence[int], *, is_kept: bool = False) -> None:
-        """Takes one holder from each page; a page without holders is cached if it is named or `is_kept`, else free.
+        """Removes one holder from each page.
 
-        In the order of a sequence's tokens.
+        A page without holders becomes cached if it is named or if `is_kept` is true. Otherwise, it becomes free.
+        Expects the pages in the order of the sequence's tokens.
         """
         for page_id in reversed(page_ids):
             self._check_held(page_id)
@@ -327,26 +329,26 @@ class PageAllocator:
         return _STATES[self._states[page_id]]
 
     def num_references(self, page_id: int) -> int:
-        """Returns how many hold the page."""
+        """Returns the number of holders of the page."""
         self._check_id(page_id)
         return self._references[page_id]
 
     def generation(self, page_id: int) -> int:
-        """Returns the number of times the page was allocated; 0 is a page that never was."""
+        """Returns how often the page was allocated."""
         self._check_id(page_id)
         return self._generations[page_id]
 
     def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the generation of each page. The only method that other threads may call, too."""
+        """Returns the generation of each page. This is the only method that other threads may call."""
         if page_ids and not (min(page_ids) >= 0 and max(page_ids) < self._num_pages):
             raise InvariantViolated(f"pages {list(page_ids)} do not all exist; the pool has {self._num_pages}")
         return tuple(map(self._generations.__getitem__, page_ids))
 
     def check_integrity(self) -> None:
-        """Compares every count with every page. Takes time in proportion to the pool: call it when idle.
+        """Checks every count against every page. Takes time in proportion to the pool, so call it when idle.
 
         Raises:
-            InvariantViolated: the books contradict themselves; the message says all the ways in which they do.
+            InvariantViolated: The bookkeeping is inconsistent. The message lists every inconsistency.
         """
         problems = [
             *self._count_problems(),
@@ -407,7 +409,7 @@ class PageAllocator:
         self._states[page_id] = code
 
     def _check_id(self, page_id: int) -> None:
-        # A negative id would silently mean a page from the end.
+        # A negative ID would silently select a page from the end.
         if not 0 <= page_id < self._num_pages:
             raise InvariantViolated(f"page {page_id} does not exist; the pool has {self._num_pages}")
 

@@ -1,4 +1,4 @@
-"""The memory of KV pages: their shape, and the pool that holds them. Knows no holder of a page.
+"""Memory of the KV pages: their layout, and the pool that contains them. Does not track page holders.
 
 Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, D elements of a head.
 """
@@ -14,15 +14,15 @@ import torch
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
-    """Returns how many pages of `page_size` tokens hold `num_tokens` tokens."""
+    """Returns the number of pages of `page_size` tokens needed for `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Shape of one page. The order of the axes in memory is a constant of this file: [H, L, 2, S, D].
+    """Shape of one page. The memory order of its axes is fixed in this file: [H, L, 2, S, D].
 
-    Heads come first so that a range of heads of one page is one range of bytes; index 0 of axis `2` is K, 1 is V.
+    Heads are the outermost axis, so a range of heads of one page is contiguous. Index 0 of axis `2` is K, and 1 is V.
     """
 
     num_layers: int
@@ -47,15 +47,15 @@ class PageLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Returns how many pages hold `num_tokens` tokens."""
+        """Returns the number of pages needed for `num_tokens` tokens."""
         return num_pages_for(num_tokens, self.page_size)
 
 
 class PagePool:
-    """The memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
+    """Memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
 
-    It starts as zeros: a slot that was never written must not hold a NaN, which would survive a masked product.
-    Where the memory is made elsewhere, `data` is that, all zeros.
+    It starts as zeros: a slot that was never written must not contain NaN, which would survive a masked product. To use
+    memory allocated elsewhere, pass it as `data`, filled with zeros.
     """
 
     def __init__(
@@ -76,27 +76,27 @@ class PagePool:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The pool's memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
+        """View of the pool's memory as uint8 [N, page_bytes]. Writes change the pages."""
         return self.data.view(self.num_pages, -1).view(torch.uint8)
 
     copies = 1
-    """Parts with the same bytes; a pool has one part."""
+    """Number of parts with the same bytes. A pool has one part."""
 
     @property
     def parts(self) -> tuple[torch.Tensor]:
-        """The pages, each of them one piece, as one part [1, N, page_bytes] of uint8."""
+        """The pages as a single part, uint8 [1, N, page_bytes]."""
         return (self.bytes[None],)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros in the host's memory, which is taken when it is first written to. At least one element."""
-    # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
-    # used of it. torch.zeros would write it all.
+    """Returns at least one zero in host memory that is not allocated until first written."""
+    # Untouched memory reads as zeros and is not yet allocated, so a large pool starts immediately and only costs the
+    # memory in use. torch.zeros would write all of it.
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # As long as there are any, a prompt's pages are some that nobody has written to yet: in pieces of 4 KB the
-        # kernel takes 6 times as long to give that memory.
-        with contextlib.suppress(OSError):  # a kernel without them
+        # Until every page was used once, prompts write to untouched memory. With 4 KB pages, the kernel takes 6 times
+        # as long to allocate it.
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Where named pages go that an allocation evicts, as the allocator sees it. Knows no tier."""
+"""The allocator's interface to the store of evicted named pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.runtime.page_keys import PageKey
 
 
 class NamedPage(NamedTuple):
-    """A page that is evicted, what it is found by, and the key of the page before it."""
+    """A page that is being evicted, its key, and the key of the preceding page."""
 
     page_id: int
     key: PageKey
@@ -17,28 +17,28 @@ class NamedPage(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Where named pages go that an allocation evicts; services.engine.cache.host_tier is one."""
+    """Receives the named pages that an allocation evicts. Implemented by services.engine.cache.host_tier."""
 
     def __contains__(self, key: PageKey) -> bool:
-        """Returns whether the store has the page with this key."""
+        """Returns whether the store contains the page with this key."""
         ...
 
     def parents(self) -> dict[PageKey, PageKey | None]:
-        """Returns the key of the page before each in the store."""
+        """Returns, for each page in the store, the key of the preceding page."""
         ...
 
     def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
-        """Keeps what is in these pages, or not; returns the keys of the pages that this evicts from the store."""
+        """Stores some or all of these pages. Returns the keys that this evicts from the store."""
         ...
 
     def discard(self, key: PageKey) -> None:
-        """Forgets the page with this key; unknown keys are ignored."""
+        """Drops the page with this key. Ignores unknown keys."""
         ...
 
     def take(self, keys: Sequence[PageKey]) -> list[int]:
-        """Gives up the content of these pages; the caller gets it back by the numbers that are returned."""
+        """Removes these pages from lookup. Returns the slots from which the caller can load their content."""
         ...
 
     def problems(self) -> list[str]:
-        """Returns how the books contradict themselves, if they do."""
+        """Returns inconsistencies of the bookkeeping."""
         ...

@@ -1,7 +1,8 @@
-"""KV pages in the host's memory: those of preempted sequences, and those that the pool had no room to keep.
+"""KV pages in host memory: pages of preempted sequences, and pages evicted from the pool.
 
-Knows nothing of sequences and keys. Belongs to the engine thread; nothing locks. Each user has a space of its own, with
-its own bound: preempted sequences (decode_worker.engine_loop) and named pages (services.engine.cache.host_tier).
+Does not depend on sequences or keys. The engine thread owns it, so there are no locks. Each user has a separate space
+with a separate limit: decode_worker.engine_loop for preempted sequences, and services.engine.cache.host_tier for named
+pages.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class SwapSpace:
-    """A bounded number of slots, each of which holds a copy of one page, bit by bit.
+    """A fixed number of slots, each of which stores an exact copy of one page.
 
-    Slots are taken and given back by the holder; the space keeps no names. A slot's number is given once: a holder of
-    an old one finds nothing, and never what another has put in its place.
+    The caller acquires and frees slots, and the space stores no keys. A slot number is never reused, so a stale number
+    raises an error instead of returning another page.
 
-    On a CPU memory is taken when it is first written to. For a pool on a GPU it is taken at once and pinned, if that
-    can be, and storing waits until the pages are copied aside on the GPU, not for their way to the host.
+    For a pool on a CPU, the memory is allocated when first written. For a pool on a GPU, it is allocated immediately
+    and pinned if possible. `store` then waits until the pages are copied to a buffer on the GPU, but not for their
+    transfer to the host.
     """
 
     def __init__(self, pool: PagePool, memory_bytes: int) -> None:
-        """`memory_bytes` less than a page: there are no slots. Raises ConfigError where they cannot be had."""
+        """Creates no slots if `memory_bytes` is less than a page. Raises ConfigError if the allocation fails."""
         self._pool = pool
         self._page_bytes = pool.layout.page_bytes
         self._num_slots = max(0, memory_bytes) // self._page_bytes
@@ -38,17 +40,17 @@ class SwapSpace:
         self._copies = _GpuCopies(pool.data.device) if self._is_on_gpu and self._num_slots else None
         self._free_rows = list(range(self._num_slots - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        """Where the held slots lie in the memory."""
+        """Memory row of each slot in use."""
         self._num_given = 0
 
     @property
     def num_slots(self) -> int:
-        """Pages that fit in."""
+        """Maximum number of pages."""
         return self._num_slots
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that nobody holds."""
+        """Slots that are not in use."""
         return len(self._free_rows)
 
     @property
@@ -62,10 +64,10 @@ class SwapSpace:
         return self._page_bytes
 
     def store(self, page_ids: Sequence[int]) -> list[int]:
-        """Copies pages of the pool, at least one, into slots, which are returned in the same order.
+        """Copies pages of the pool, at least one, into slots. Returns the slots in the same order.
 
-        The pages may be written to when this returns. Raises InvariantViolated where there are too few slots; the
-        caller has looked.
+        The pages may be overwritten once this returns. Raises InvariantViolated if there are too few free slots, which
+        the caller must check first.
         """
         if self._memory is None or len(page_ids) > len(self._free_rows):
             raise InvariantViolated(f"{len(page_ids)} pages do not fit into {len(self._free_rows)} free slots")
@@ -80,9 +82,9 @@ class SwapSpace:
         return slots
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> None:
-        """Copies what is in slots into pages of the pool, as many; the slots stay the caller's.
+        """Copies slots into the same number of pages of the pool. The slots stay in use.
 
-        Raises InvariantViolated for a slot that is held no longer.
+        Raises InvariantViolated for a slot that is not in use.
         """
         if len(slots) != len(page_ids):
             raise InvariantViolated(f"{len(slots)} slots for {len(page_ids)} pages")
@@ -95,13 +97,13 @@ class SwapSpace:
             self._copies.back(self._memory, rows, self._pool.bytes, page_ids)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Gives slots back. Raises InvariantViolated for one that was given back before."""
+        """Frees slots. Raises InvariantViolated for a slot that is not in use."""
         self._free_rows += self._rows_of(slots)
         for slot in slots:
             del self._rows[slot]
 
     def problems(self) -> list[str]:
-        """Returns how the books contradict themselves, if they do."""
+        """Returns inconsistencies of the bookkeeping."""
         rows = sorted([*self._free_rows, *self._rows.values()])
         return [] if rows == list(range(self._num_slots)) else ["slots are held twice, or by nobody"]
 
@@ -115,7 +117,7 @@ class SwapSpace:
         shape = (self._num_slots, self._page_bytes)
         try:
             memory = host_zeros(shape, torch.uint8)
-        except (OSError, RuntimeError) as error:  # mmap's and torch's words for it
+        except (OSError, RuntimeError) as error:  # raised by mmap and torch
             wanted = self._num_slots * self._page_bytes >> 20
             raise ConfigError(
                 f"{wanted} MiB of the host's memory for KV pages cannot be allocated: give less"
@@ -125,8 +127,11 @@ class SwapSpace:
         return memory
 
     def _pin(self, memory: torch.Tensor) -> None:
-        """Only pinned memory is copied without a detour, and beside what the host does; other memory is right, too."""
-        # torch's own way to such memory takes up to twice of what is asked for: it rounds up to a power of two.
+        """Pins memory so that copies need no staging buffer and overlap with the host.
+
+        Continues with unpinned memory if pinning fails.
+        """
+        # torch's pinned allocator rounds up to a power of two, which can double the size.
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._pool.data.device):
             code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -138,16 +143,16 @@ class SwapSpace:
 
 
 def _copy(source: torch.Tensor, rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]) -> None:
-    # Row by row each is one memcpy; indexing by a list would go byte by byte.
+    # Row by row, each copy is one memcpy. Indexing with a list would copy byte by byte.
     for row, target_row in zip(rows, target_rows, strict=True):
         target[target_row].copy_(source[row])
 
 
 class _GpuCopies:
-    """Pages between a pool on a GPU, uint8 [N, page_bytes], and rows of pinned memory.
+    """Copies pages between a pool on a GPU, uint8 [N, page_bytes], and rows of pinned memory.
 
-    All that crosses the bus goes through one stream, in order: a row that is read was written before, and one that was
-    given away is written after what was on its way into it.
+    A single stream carries all bus transfers, in order. A row is therefore read after it was written, and a reused row
+    is overwritten after the pending transfer to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,11 +162,11 @@ class _GpuCopies:
         self._bus = new_stream(device)
 
     def out(self, pages: torch.Tensor, page_ids: Sequence[int], memory: torch.Tensor, rows: Sequence[int]) -> None:
-        """Returns when the pages are copied aside; they are in `memory` for readers by `back`."""
+        """Returns once the pages are copied to a buffer. Later calls of `back` read them from `memory`."""
         self._gathers.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._gathers):
             aside = pages[torch.tensor(page_ids, device=self._device)]
-        # Others than this thread write into pages, on streams of their own, as soon as they are given away.
+        # Other threads write to the pages on their own streams as soon as the pages are freed.
         self._gathers.synchronize()
         aside.record_stream(self._bus)
         with torch.cuda.stream(self._bus):
@@ -169,7 +174,7 @@ class _GpuCopies:
                 memory[row].copy_(aside[place], non_blocking=True)
 
     def back(self, memory: torch.Tensor, rows: Sequence[int], pages: torch.Tensor, page_ids: Sequence[int]) -> None:
-        """Returns when all is in the pages, so that whatever stream reads them finds it."""
+        """Returns once all pages are written, so that any stream can read them."""
         self._bus.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._bus):
             aside = torch.empty((len(rows), memory.shape[1]), dtype=torch.uint8, device=self._device)

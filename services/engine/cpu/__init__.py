@@ -1,4 +1,4 @@
-"""What computes on CPUs in place of the readable decoder.
+"""CPU implementation of the decoder.
 
-Its results are those of `reference`, and no row's depend on the other rows of a step.
+Its results equal the results of `reference`, and no row depends on other rows of a step.
 """

@@ -1,4 +1,4 @@
-"""Runs a whole decoder step in one call of the CPU kernels; `services.engine.reference.decoder` is its readable twin.
+"""Runs a decoder step in one call of the CPU kernels. Reference implementation: `services.engine.reference.decoder`.
 
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, K hidden size, V vocabulary.
 """
@@ -33,12 +33,12 @@ from services.runtime.errors import InvariantViolated
 
 
 class KernelDecoder:
-    """A model's weights as the kernels read them, and the scratch memory of its steps. For one thread at a time."""
+    """A model's weights in the kernels' layout, and the workspace of its steps. For one thread at a time."""
 
     def __init__(self, kernels: Kernels, config: ModelConfig, weights: ModelWeights) -> None:
         self._kernels = kernels
         self._config = config
-        self._weights = weights  # the structures below hold addresses into it
+        self._weights = weights  # the structures below contain addresses in it
         self._dtype = weights.embedding.dtype
         self._layers = (LayerArgs * config.num_layers)(*[_layer_args(layer) for layer in weights.layers])
         self._args = DecoderArgs(
@@ -55,16 +55,16 @@ class KernelDecoder:
         self._workspace = torch.empty(0, dtype=self._dtype)
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Writes keys and values into the pool and returns logits, float32 [rows, V].
+        """Writes keys and values to the pool and returns logits, float32 [rows, V].
 
-        Raises InvariantViolated, with nothing written, where the step contradicts itself, the pool or the model.
+        Raises InvariantViolated, before any write, if the step is inconsistent with itself, the pool, or the model.
         """
         args, logits = self.arguments(step)
         self.run(args)
         return logits
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
+        """Runs `forward` and also returns the requested states after the last norm, float32 [num_states, K]."""
         args, logits = self.arguments(step)
         states = torch.empty(step.num_states, self._config.hidden_size)
         args.num_states, args.states = step.num_states, pointer(states)
@@ -72,24 +72,27 @@ class KernelDecoder:
         return logits, states
 
     def run(self, args: StepArgs) -> None:
-        """`forward` of these arguments."""
+        """Runs a step with these arguments."""
         args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)
         self._kernels.forward(self._args, args, self._dtype)
 
     def run_guesses(self, args: StepArgs, guesses: GuessesArgs) -> None:
-        """`Kernels.guess` of these arguments."""
+        """Runs `Kernels.guess` with these arguments."""
         args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)
         self._kernels.guess(self._args, args, guesses, self._dtype)
 
     def repeatable(self, step: DecoderStep) -> KernelStep:
-        """`forward` of these tensors, for a caller that puts other numbers into them each time.
+        """Returns a step whose tensors the caller overwrites between runs.
 
-        What the tensors are is checked now, and what is in them each time.
+        The properties of the tensors are checked now. Their content is checked in each run.
         """
         return KernelStep(self, step)
 
     def arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
-        """Returns a step as the kernels read it, and where its logits will be. The tensors must outlive it."""
+        """Returns a step in the kernels' layout, and the tensor of its logits.
+
+        The tensors of `step` must outlive it.
+        """
         num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
         logits = torch.empty(num_logits - step.num_states, self._config.vocab_size)
         self._check_pool(step.pool_data)
@@ -122,11 +125,11 @@ class KernelDecoder:
 
 
 class KernelStep:
-    """A step whose tensors stay where they are; the logits are overwritten each time."""
+    """A repeatable step with tensors at fixed addresses. Each run overwrites the logits."""
 
     def __init__(self, decoder: KernelDecoder, step: DecoderStep) -> None:
         self._decoder = decoder
-        self._step = step  # the arguments point into its tensors
+        self._step = step  # the arguments contain addresses of its tensors
         self._args, self._logits = decoder.arguments(step)
         num = step.batch.context_lens.shape[0]
         self._draws, self._limits = np.zeros(num, DRAW), np.zeros(num, LIMIT)
@@ -143,14 +146,14 @@ class KernelStep:
         )
 
     def forward(self) -> torch.Tensor:
-        """Returns logits, float32 [rows, V]."""
+        """Runs the step. Returns logits, float32 [rows, V]."""
         self._decoder.run(self._args)
         return self._logits
 
     def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Guesses what follows each sequence after a step of one token each, as far as its limit says.
+        """Runs a step of one token per sequence, and returns draft tokens for each sequence up to its limit.
 
-        The step's tensors are moved on.
+        Advances the step's tensors.
         """
         self._draws[:] = draws
         self._limits[:] = limits
@@ -167,7 +170,7 @@ class KernelStep:
 
 
 def heads_args(config: ModelConfig) -> HeadsArgs:
-    """Returns the structure of a model's attention."""
+    """Returns the attention structure of a model."""
     return HeadsArgs(config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers, config.head_dim**-0.5)
 
 

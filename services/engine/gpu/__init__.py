@@ -1,4 +1,4 @@
-"""The engine's path on CUDA devices: Triton kernels, the decoder made of them, and its decode steps as CUDA graphs.
+"""CUDA implementation of the engine: Triton kernels, their decoder, and its steps as CUDA graphs.
 
-Knows no scheduler and no transfer.
+Does not depend on the scheduler or on transfers.
 """

@@ -1,14 +1,14 @@
-"""Paged attention in Triton, in place over the pool's pages: one kernel for decode rows, one for prompts.
+"""Paged attention in Triton that reads the pool's pages in place: a kernel for decode rows, and one for prompts.
 
-What a row gives depends on its own query, keys and values alone, by construction and bit by bit:
+By construction, the result of a row depends bitwise only on the row's own query, keys, and values:
 
-- A decode row's context is cut into splits of SPLIT_TOKENS at fixed positions. Each split is reduced by itself, and the
-  splits are joined in order. Which program computes a split, and how many programs there are, changes nothing.
-- A prompt's row takes key blocks of a fixed size in order from position 0. Blocks behind the row's own position, which
-  other rows of its tile need, add zeros. So the chunk in which it is computed changes nothing.
+- The context of a decode row is divided into splits of SPLIT_TOKENS at fixed positions. Each split is reduced
+  separately, and the splits are joined in order. The number of programs, and their assignment to splits, do not matter.
+- A prompt row processes key blocks of a fixed size in order from position 0. Blocks after the row's position, which
+  other rows of its tile need, add zeros. The division into chunks does not matter.
 
-The two do not agree with each other bit by bit. Slots beyond a context may hold anything, NaN too: they are not loaded.
-float32 is computed as float32, never as TF32.
+The two kernels are not bitwise equal to each other. Slots beyond a context are not loaded, because they may contain
+anything, including NaN. float32 is computed in float32, never in TF32.
 
 Legend: T packed tokens, B sequences, N pages, H KV heads, G query heads of a KV head, S slots of a page, D head_dim,
 W splits of all sequences.
@@ -23,20 +23,20 @@ import triton.language as tl
 SPLIT_TOKENS = 256
 
 _LOG2_E = 1.4426950408889634
-# Programs that share the splits of a step: enough for every processor to hide its loads behind another program's.
+# Programs that share the splits of a step: enough that each SM can hide the loads of one program behind another.
 _PROGRAMS_PER_PROCESSOR = 4
 _PROGRAMS_INTERPRETED = 3
-# One compiled kernel looks through up to this number of sequences.
+# A compiled kernel searches up to this number of sequences.
 _FEW_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """One query each: where the keys and values of B sequences lie. All int32, on the pool's device.
+    """Locations of the keys and values of B rows, one query each. All tensors are int32, on the pool's device.
 
-    `context_lens` [B]: tokens with the one of this step; a row of length 0 is padding and gives zeros.
-    `table_starts` [B]: where a row's page ids begin in `page_ids`, in order.
-    `split_starts` [B+1]: how many splits all rows before have; `split_starts(lens)` counts them.
+    `context_lens` [B]: tokens including the token of this step. A row of length 0 is padding, and its result is zeros.
+    `table_starts` [B]: start of the row's page IDs in `page_ids`, in order.
+    `split_starts` [B+1]: number of splits of all previous rows, as computed by `split_starts(lens)`.
     """
 
     context_lens: torch.Tensor
@@ -47,14 +47,14 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """What splits give before they are joined: `sums` [W, H, G, D] and `log_weights` [W, H, G], float32."""
+    """Results of splits before the join: `sums` [W, H, G, D] and `log_weights` [W, H, G], float32."""
 
     sums: torch.Tensor
     log_weights: torch.Tensor
 
     @classmethod
     def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device) -> "DecodeScratch":
-        """Returns room for `num_splits` splits of `num_heads` query heads; its content is anything."""
+        """Allocates scratch memory for `num_splits` splits of `num_heads` query heads. Its content is undefined."""
         return cls(
             torch.empty(num_splits, num_heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(num_splits, num_heads, dtype=torch.float32, device=device),
@@ -62,16 +62,16 @@ class DecodeScratch:
 
     @property
     def num_splits(self) -> int:
-        """How many splits it has room for."""
+        """Maximum number of splits."""
         return self.sums.shape[0]
 
 
 def decode_attention(
     q: torch.Tensor, layer_data: torch.Tensor, rows: DecodeRows, scratch: DecodeScratch, *, scale: float
 ) -> torch.Tensor:
-    """Attends q [B, H * G, D], one query a sequence, over one layer's pages [N, H, 2, S, D]; [B, H * G, D].
+    """Returns the attention of q [B, H * G, D], one query per sequence, over the pages [N, H, 2, S, D] of one layer.
 
-    `scratch` must have room for all splits of the rows; what is in it is overwritten.
+    The result is [B, H * G, D]. `scratch` must be large enough for all splits of the rows, and is overwritten.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = layer_data.shape[1], layer_data.shape[3]
@@ -128,10 +128,10 @@ def prefill_attention(
     page_tables: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H * G, D] over one layer's pages [N, H, 2, S, D]; returns [T, H * G, D].
+    """Returns the causal attention of q [T, H * G, D] over the pages [N, H, 2, S, D] of one layer, [T, H * G, D].
 
-    `query_start` [B+1], `context_lens` [B] and `page_tables` [B, max pages] are those of an AttentionBatch. Tokens
-    behind the last sequence are padding and give zeros.
+    `query_start` [B+1], `context_lens` [B], and `page_tables` [B, max pages] are fields of an AttentionBatch. Tokens
+    after the last sequence are padding, and their results are zeros.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = layer_data.shape[1], layer_data.shape[3]
@@ -140,7 +140,7 @@ def prefill_attention(
     out = torch.zeros_like(q)
     block = prefill_block(q.dtype, group)
     queries = block.rows // group
-    # This number of tiles is enough however the tokens are spread over the sequences; the device knows how they are.
+    # This number of tiles suffices for every distribution of tokens to sequences. Only the device has the distribution.
     num_tiles = num_tokens // queries + num_sequences
     _prefill_tiles[(num_tiles, num_kv_heads)](
         q,
@@ -173,7 +173,7 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a program works on at a time, which is part of what a result is: it may depend on the model alone."""
+    """Block size of a program. It affects the bits of a result, so it may depend only on the model."""
 
     rows: int
     tokens: int
@@ -182,33 +182,33 @@ class Block:
 
 
 def decode_block(dtype: torch.dtype, head_dim: int) -> Block:
-    """Returns the block of a decode row; its rows are the padded group."""
+    """Returns the block of a decode row. Its rows are the padded group."""
     if dtype == torch.float32:
         return Block(16, 16, 4, 2)
-    return Block(16, 64, 4, 3 if head_dim > 64 else 2)  # a third stage of narrow heads would spill
+    return Block(16, 64, 4, 3 if head_dim > 64 else 2)  # a third stage would spill for narrow heads
 
 
 def _num_stages(block: Block, num_rows: int) -> int:
-    """Loads in flight, which change no bit of a result: a single row has room for more, several hide each other's."""
+    """Returns the number of pipeline stages, which affects no bits. A single row has memory for more stages."""
     return 5 if num_rows == 1 and block.num_stages == 3 else block.num_stages
 
 
 def prefill_block(dtype: torch.dtype, group: int) -> Block:
-    """Returns the block of a prompt: rows are (query, head of the group) pairs."""
+    """Returns the block of a prompt. Its rows are pairs of query and head of the group."""
     if dtype == torch.float32:
         return Block(max(32, triton.next_power_of_2(group)), 32, 8, 2)
-    if group <= 2:  # takes 5 to 17 % less time than the larger block on an H100
+    if group <= 2:  # 5 to 17 % faster than the larger block on an H100
         return Block(64, 64, 4, 3)
     return Block(max(128, triton.next_power_of_2(group)), 64, 8, 2)
 
 
 def num_splits(context_len: int) -> int:
-    """Returns how many splits a decode row of that length has."""
+    """Returns the number of splits of a decode row with this length."""
     return -(-context_len // SPLIT_TOKENS)
 
 
 def split_starts(context_lens: torch.Tensor) -> torch.Tensor:
-    """`DecodeRows.split_starts` [B+1] of rows with these lengths [B]."""
+    """Returns `DecodeRows.split_starts` [B+1] for rows with these lengths [B]."""
     counts = (context_lens + (SPLIT_TOKENS - 1)) // SPLIT_TOKENS
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -221,7 +221,7 @@ def _num_programs(device: torch.device) -> int:
 
 @triton.jit
 def _product(left, right, WIDEN: tl.constexpr):
-    # Triton's interpreter cannot multiply bfloat16; in float32 the products are the same numbers.
+    # Triton's interpreter cannot multiply bfloat16. In float32, the products are exactly the same.
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -253,7 +253,7 @@ def _decode_splits(
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    # The (split, KV head) pairs of all rows, dealt out to however many programs there are.
+    # Programs share the pairs of (split, KV head) of all rows, for any number of programs.
     num_pairs = tl.load(split_starts + num_rows) * KV_HEADS
     rows = tl.arange(0, ROWS)
     ends = tl.load(split_starts + 1 + rows, mask=rows < num_rows, other=2147483647)
@@ -329,7 +329,7 @@ def _join_splits(
         weight = weight * correction + tl.sum(weights, 0)
         total = total * correction + tl.sum(weights[:, None] * values, 0)
         highest = new_highest
-    mean = total / tl.where(end > first, weight, 1.0)  # of nothing at all, for padding: 0
+    mean = total / tl.where(end > first, weight, 1.0)  # padding has no weight: the result is 0
     tl.store(out + (row * HEADS + head) * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=is_dim)
 
 
@@ -358,7 +358,7 @@ def _prefill_tiles(
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    # The last tiles of a prompt take longest: they come first.
+    # The last tiles of a prompt take longest, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     sequences = tl.arange(0, SEQUENCES)

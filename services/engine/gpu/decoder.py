@@ -1,8 +1,8 @@
-"""The decoder of the Llama family on a CUDA device: torch's matrix products, Triton kernels for all between them.
+"""Llama-family decoder on a CUDA device: torch computes the matrix products, and Triton kernels everything else.
 
-`services.engine.reference.decoder` is its readable twin. Prompts and decode rows go different ways: `forward` computes
-tokens with the kernel of prompts, whatever their number, and `decode` one token a sequence with the kernel of decode
-rows, from tensors that may stay where they are, so that a CUDA graph can hold it. Neither asks the device for anything.
+`services.engine.reference.decoder` is the reference implementation. Prompts and decode rows use different kernels.
+`forward` computes any number of tokens with the prompt kernel. `decode` computes one token per sequence with the decode
+kernel, from tensors at fixed addresses, so a CUDA graph can capture it. Neither method synchronizes with the device.
 
 Legend: T packed tokens, B sequences, N pages, H KV heads, L layers, S slots of a page, P positions, Hq query heads,
 D head_dim, K hidden size, V vocabulary.
@@ -23,10 +23,10 @@ from services.engine.weights.load import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """The inputs of a step with one token for each of B sequences; all tensors are on the model's device.
+    """Inputs of a step with one token for each of B sequences. All tensors are on the model's device.
 
-    `token_ids` and `positions` [B]; `slot_mapping` [B] is page_id * S + slot, less than 0 for padding; `rope` is the
-    table of the model's whole context, [P, 2, D/2]; `pool_data` [N, H, L, 2, S, D].
+    `token_ids` and `positions` are [B]. `slot_mapping` [B] is page_id * S + slot, or negative for padding. `rope` is
+    the table for the model's full context, [P, 2, D/2]. `pool_data` is [N, H, L, 2, S, D].
     """
 
     token_ids: torch.Tensor
@@ -39,7 +39,7 @@ class DecodeStep:
 
 
 class TritonDecoder:
-    """The decoder on one device. For one thread at a time."""
+    """The decoder on one device, for one thread at a time."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
@@ -47,19 +47,19 @@ class TritonDecoder:
         self._scale = config.head_dim**-0.5
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        """Writes the tokens' keys and values to the pool. Returns the requested logits, float32 [rows, V]."""
         x, residual = self.hidden(step)
         return self.logits(x, residual, step.logits_indices)
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
+        """Runs `forward` and also returns the requested states after the last norm, float32 [num_states, K]."""
         x, residual = self.hidden(step)
         wanted = self._last_norm(x[step.logits_indices], residual[step.logits_indices])
         num_logits = wanted.shape[0] - step.num_states
         return self._weights.lm_head(wanted[:num_logits]).float(), wanted[num_logits:].float()
 
     def hidden(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does all of `forward` before the logits: what the last block adds to the residual, and that, [T, K] each."""
+        """Runs `forward` up to the logits. Returns the last block's output and the residual, each [T, K]."""
         batch = step.batch
 
         def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
@@ -82,11 +82,11 @@ class TritonDecoder:
         )
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, float32 [rows, V], of the tokens int64 [rows] of what `hidden` gave."""
+        """Returns the logits, float32 [rows, V], of the tokens `wanted`, int64 [rows], from the results of `hidden`."""
         return self._logits(x[wanted], residual[wanted]).float()
 
     def decode(self, step: DecodeStep) -> torch.Tensor:
-        """Computes one token of each sequence; returns the logits of all of them, [B, V] in the model's dtype."""
+        """Computes one token per sequence. Returns the logits of all sequences, [B, V] in the model's dtype."""
 
         def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
             return decode_attention(q, layer_data, step.rows, step.scratch, scale=self._scale)
@@ -111,7 +111,7 @@ class TritonDecoder:
         rope: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs all blocks. Returns what the last adds to the residual, and the residual, which is changed in place."""
+        """Runs all blocks. Returns the last block's output and the residual, which is modified in place."""
         config, eps = self.config, self.config.norm_eps
         x = residual
         for index, layer in enumerate(self._weights.layers):

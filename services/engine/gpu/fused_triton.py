@@ -1,7 +1,7 @@
-"""What stands between a layer's matrix products, as one kernel each: norms, rotation and cache write, activation.
+"""Fused kernels for the operations between a layer's matrix products: norms, rotation with cache write, activation.
 
-Each rounds where `services.engine.reference.decoder` rounds, so that both compute the same thing up to the order of
-sums. A row's result never depends on the other rows: its sums have an order that follows from the model's sizes alone.
+Each kernel rounds at the same points as `services.engine.reference.decoder`, so the results are equal up to the order
+of sums. The result of a row never depends on other rows, because only the model's sizes determine the order of sums.
 
 Legend: T packed tokens, N pages, H KV heads, Hq query heads, S slots of a page, D head_dim, K hidden size, P positions.
 """
@@ -15,14 +15,14 @@ _ACTIVATION_BLOCK = 1024
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the norm of x [T, K] over its last axis, times weight [K]; same dtype."""
+    """Returns the RMSNorm of x [T, K] over its last axis, times weight [K], in the dtype of x."""
     out = torch.empty_like(x)
     _launch_norm(x, x, weight, out, eps, has_residual=False)
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x [T, K] to `residual` [T, K] in place, and returns the sum's norm times weight [K]."""
+    """Adds x [T, K] to `residual` [T, K] in place, and returns the norm of the sum times weight [K]."""
     out = torch.empty_like(x)
     _launch_norm(x, residual, weight, out, eps, has_residual=True)
     return out
@@ -39,11 +39,11 @@ def rope_and_write(
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> torch.Tensor:
-    """Rotates the queries and keys of qkv [T, (Hq + 2H) * D], and writes keys and values into the pages of one layer.
+    """Rotates queries and keys of qkv [T, (Hq + 2H) * D], and writes keys and values to the pages of one layer.
 
-    `layer_data` is [N, H, 2, S, D]; `positions` [T]; `slot_mapping` [T] is page_id * S + slot, less than 0 for padding,
-    which writes nothing; `rope` [P, 2, D/2]; `norms` are the weights [D] of the norms of queries and keys, if any.
-    Returns the queries, [T, Hq, D].
+    `layer_data` is [N, H, 2, S, D]. `positions` is [T]. `slot_mapping` [T] is page_id * S + slot, or negative for
+    padding, which writes nothing. `rope` is [P, 2, D/2]. `norms` contains the query norm and key norm weights [D], if
+    the model has them. Returns the queries, [T, Hq, D].
     """
     num_tokens = qkv.shape[0]
     num_kv_heads, page_size, head_dim = layer_data.shape[1], layer_data.shape[3], layer_data.shape[4]
@@ -76,7 +76,7 @@ def rope_and_write(
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of [T, 2 * n], gate first; [T, n]."""
+    """Returns `silu(gate) * up`, [T, n], for `gate_up` [T, 2 * n] with the gate first."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(width, _ACTIVATION_BLOCK))
@@ -85,7 +85,7 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def norm_warps(hidden_size: int) -> int:
-    """Warps of a norm's program, which are part of what its sum is."""
+    """Returns the number of warps of a norm's program, which affects the bits of its sum."""
     return int(max(1, min(16, triton.next_power_of_2(hidden_size) // 512)))
 
 

@@ -1,12 +1,12 @@
-"""Decode steps over memory that stays where it is, so that a CUDA graph per batch bucket can replay them.
+"""Decode steps over memory at fixed addresses, which a CUDA graph per batch bucket can replay.
 
-What a step needs is packed on the host into one piece of memory and copied to the device in one go; the captured
-function finds everything at fixed places, chooses the next tokens itself and leaves them at a fixed place too, where
-the next step may take them from without the host having seen them. Nothing here knows a sequence or a plan.
+The host packs the inputs of a step into one buffer and copies it to the device at once. The captured function reads
+everything from fixed addresses, chooses the next tokens, and writes them to a fixed address too. The next step may read
+them from there before the host has received them. Does not depend on sequences or plans.
 
-A bucket is a number of rows; missing ones are padding: length 0, nowhere to write. Graphs of all buckets share one pool
-of memory. Where there is no CUDA device the same function is called over the same memory instead of being replayed:
-all but the capture is what is tested without a GPU.
+A bucket is a number of rows. Unused rows are padding: their length is 0, and they write nothing. Graphs of all buckets
+share one memory pool. Without a CUDA device, the same function is called over the same memory instead of being
+replayed, so that everything except the capture is tested without a GPU.
 
 Legend: B rows, V vocabulary, W splits of all rows, P positions.
 """
@@ -29,18 +29,18 @@ from services.runtime.errors import InvariantViolated
 MAX_ROWS = 256
 NO_FEED = -1
 
-# Steps whose host memory may still be read or written by the device: the one computed, the one launched ahead of the
-# host, and the one that is packed.
+# Number of steps whose host memory the device may still access: the running step, the step launched ahead of the host,
+# and the step being packed.
 _NUM_SLOTS = 3
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's part of a step: its token at `position`, in pages that hold all up to it.
+    """One sequence's part of a step: its token at `position`, and pages for all tokens up to it.
 
-    Where `feed_row` is not NO_FEED, the token is the one that this row of the last step chose, and `token_id` is not
-    looked at. `noise_key`, `temperature` and `min_p_margin` are those of `sampling_triton.Choices`.
+    If `feed_row` is not NO_FEED, the token is the choice of that row in the previous step, and `token_id` is ignored.
+    `sampling_triton.Choices` describes `noise_key`, `temperature`, and `min_p_margin`.
     """
 
     token_id: int
@@ -53,46 +53,49 @@ class Row:
 
 
 class Capture(Protocol):
-    """Turns a function over fixed memory into one that does the same again."""
+    """Turns a function over fixed memory into a function that repeats its work."""
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Returns what repeats the function; the function may be called for that, any number of times."""
+        """Returns a function that repeats `function`. May call `function` any number of times for this."""
         ...
 
 
 def call_again(function: Callable[[], None]) -> Callable[[], None]:
-    """Returns the function itself: the Capture of a device without graphs."""
+    """Returns the function itself. Implements Capture for devices without graphs."""
     return function
 
 
 class GraphCapture:
-    """Captures CUDA graphs that share one pool of memory. Capture the largest first: the others find room in its."""
+    """Captures CUDA graphs that share one memory pool.
+
+    Capture the largest first, so that the others reuse its memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Calls the function twice, which compiles kernels and sets libraries up, and captures a third call."""
+        """Calls the function twice to compile kernels and initialize libraries, and captures a third call."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()
             function()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may move pages meanwhile: only what this one does must be fit for a graph.
+        # Other threads may copy pages during the capture. Only calls of this thread must be capturable.
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             function()
         return graph.replay
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Returns the numbers of rows for which there is a graph: 1, 2, 4, 8, 16, 24 … and `max_rows`."""
+    """Returns the numbers of rows that have a graph: 1, 2, 4, 8, 16, 24 … and `max_rows`."""
     return sorted({*(n for n in (1, 2, 4, 8) if n < max_rows), *range(16, max_rows, 8), max_rows})
 
 
 class Launched:
-    """A step that the device computes or has computed."""
+    """A step that is running or complete on the device."""
 
     def __init__(self, tokens: torch.Tensor, num_rows: int, done: "torch.cuda.Event | None") -> None:
         self._tokens = tokens
@@ -100,21 +103,21 @@ class Launched:
         self._done = done
 
     def wait(self) -> None:
-        """Waits until the device is done with it."""
+        """Waits until the device has completed the step."""
         if self._done is not None:
             self._done.synchronize()
 
     def tokens(self) -> list[int]:
-        """Waits, and says which token each row chose, or NOTHING_CHOSEN. To be read before two more are launched."""
+        """Waits for the step. Returns each row's token or NOTHING_CHOSEN. Read it before you launch two more steps."""
         self.wait()
         chosen: list[int] = self._tokens[: self._num_rows].tolist()
         return chosen
 
 
 class DecodeGraphs:
-    """The decode steps of one model on one pool. For one thread, and one CUDA stream, at a time.
+    """The decode steps of one model on one pool, for one thread and one CUDA stream at a time.
 
-    `logits` float32 [max_rows, V] and the chosen tokens are those of the last step that was launched.
+    `logits` (float32, [max_rows, V]) and the sampled tokens belong to the most recently launched step.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class DecodeGraphs:
         max_rows: int = MAX_ROWS,
         capture: Capture | None = None,
     ) -> None:
-        """`rope` is the table of the model's whole context, which must stay where it is."""
+        """Expects the rotary table of the model's full context in `rope`. Its address must not change."""
         config, device = decoder.config, pool.data.device
         self._decoder = decoder
         self._pool = pool
@@ -141,7 +144,7 @@ class DecodeGraphs:
         self._num_launched = 0
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.logits = torch.zeros(max_rows, config.vocab_size, dtype=torch.float32, device=device)
-        # What all pages can hold; rows that share pages may need more, and are then computed without a graph.
+        # Enough for all pages of the pool. Rows that share pages may need more, and are then computed without a graph.
         num_shared_splits = num_splits(pool.num_pages * self._page_size) + max_rows
         self._scratch = DecodeScratch.empty(num_shared_splits, self._num_heads, self._head_dim, device)
         self._replays: dict[int, Callable[[], None]] = {}
@@ -149,14 +152,14 @@ class DecodeGraphs:
 
     @property
     def max_rows(self) -> int:
-        """The most rows of a step."""
+        """Maximum number of rows in a step."""
         return self._max_rows
 
     @torch.inference_mode()
     def launch(self, rows: SequenceOf[Row]) -> Launched:
-        """Has the device compute a step, and returns without waiting for it.
+        """Launches a step on the device without waiting for it.
 
-        Raises InvariantViolated for no rows, too many, or one without the pages that it needs.
+        Raises InvariantViolated for no rows, too many rows, or a row with too few pages.
         """
         if not 1 <= len(rows) <= self._max_rows:
             raise InvariantViolated(f"a decode step has {len(rows)} rows, it must have 1 to {self._max_rows}")
@@ -179,14 +182,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
-        """Now, with padding alone: what is called more than once while it is captured must change nothing."""
+        """Captures all graphs with padding only, because the capture calls a function repeatedly."""
         self._send([])
         sizes = buckets(self._max_rows)
         largest_first = {size: capture(functools.partial(self._compute, size, self._scratch)) for size in sizes[::-1]}
         self._replays = {size: largest_first[size] for size in sizes}
 
     def _compute(self, bucket: int, scratch: DecodeScratch) -> None:
-        """The captured function: from the inputs' memory to the logits' and the tokens'."""
+        """Reads the input buffer and writes the logits and the tokens. This is the captured function."""
         part = self._packing.parts(self._inputs, bucket)
         fed = self._tokens[part["feed_rows"].clamp(min=0)].clamp(min=0)
         step = DecodeStep(
@@ -205,7 +208,7 @@ class DecodeGraphs:
 
 
 class _Slot:
-    """The host's memory for one step: what goes to the device, and the tokens that come back."""
+    """Host memory of one step: the inputs to copy to the device, and the tokens copied back."""
 
     def __init__(self, packing: "_Packing", max_rows: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -214,12 +217,12 @@ class _Slot:
         self._done = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> None:
-        """Waits until the device needs what is here no more."""
+        """Waits until the device no longer needs this memory."""
         if self._done is not None:
             self._done.synchronize()
 
     def receive(self, tokens: torch.Tensor, num_rows: int) -> Launched:
-        """Has the chosen tokens copied here after all that was launched."""
+        """Copies the chosen tokens to the host after all launched work."""
         self._tokens[:num_rows].copy_(tokens[:num_rows], non_blocking=True)
         if self._done is not None:
             self._done.record()
@@ -227,7 +230,7 @@ class _Slot:
 
 
 class _Packing:
-    """Where each input of a step lies in one piece of memory: the same places for all buckets, page ids at the end."""
+    """Layout of a step's inputs in one buffer. Offsets are equal for all buckets, and page IDs are last."""
 
     _PER_ROW = (
         ("noise_keys", torch.int64),
@@ -247,15 +250,15 @@ class _Packing:
         self._places: dict[str, tuple[int, torch.dtype]] = {}
         self._num_bytes = 0
         for name, dtype in self._PER_ROW:
-            self._add(name, dtype, max_rows + 1)  # split_starts has one more than there are rows
+            self._add(name, dtype, max_rows + 1)  # split_starts has one more element than rows
         self._add("page_ids", torch.int32, max_page_ids)
 
     def empty(self, device: torch.device, *, pin_memory: bool = False) -> torch.Tensor:
-        """Memory for the inputs of a step, as bytes."""
+        """Allocates the input buffer of a step, in bytes."""
         return torch.zeros(self._num_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
     def parts(self, inputs: torch.Tensor, num_rows: int) -> dict[str, torch.Tensor]:
-        """Returns the inputs of the first rows by name, in that memory."""
+        """Returns views of the inputs of the first rows, by name."""
         parts = {}
         for name, (start, dtype) in self._places.items():
             part = inputs[start:].view(-1)
@@ -267,7 +270,7 @@ class _Packing:
         return parts
 
     def pack(self, inputs: torch.Tensor, rows: SequenceOf[Row], page_size: int) -> tuple[int, int]:
-        """Fills the memory, padding included; how many bytes of it are used, and how many splits the rows have."""
+        """Fills the input buffer, padding included. Returns (bytes used, splits of all rows)."""
         parts = {name: part.numpy() for name, part in self.parts(inputs, self._max_rows).items()}
         num_rows = len(rows)
         positions = np.array([row.position for row in rows], dtype=np.int64)

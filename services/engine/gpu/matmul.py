@@ -1,7 +1,8 @@
-"""Settings under which a row of a matrix product should not depend on how many rows there are, on CUDA devices.
+"""Settings that make a row of a matrix product independent of the number of rows on CUDA devices.
 
-What makes it depend is split-K: for few rows a library cuts the sums into parts, and joins them in another order. It
-needs memory for that and a permission; here it gets neither. Tests hold it on the GPU they run on (so far H100, H200).
+Split-K causes the dependency: for few rows, the library splits sums and adds the parts in a different order. Split-K
+needs workspace memory and a permission, and these settings deny both. Tests verify the independence on their GPU (so
+far H100 and H200).
 """
 
 import logging
@@ -18,29 +19,29 @@ logger = logging.getLogger(__name__)
 
 
 def forbid_split_k() -> None:
-    """For this process; must come before its first matrix product on a device."""
+    """Disables split-K in this process. Call it before the first matrix product on a device."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
     try:
-        # Pairs of (sums in less precision, split-K).
+        # Pairs of (reduced-precision sums, split-K).
         matmul.allow_bf16_reduced_precision_reduction = (False, False)
         matmul.allow_fp16_reduced_precision_reduction = (False, False)
-    except (RuntimeError, TypeError):  # torch before 2.10 knows the first of each pair alone
+    except (RuntimeError, TypeError):  # torch before 2.10 only accepts the first element of each pair
         permit_split_k()
 
 
 def permit_split_k() -> None:
-    """For this process."""
+    """Permits split-K in this process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def permit_where_needed(linears: Iterable[Linear], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Tries each layer with a few numbers of rows, and permits split-K if one is refused for want of another way.
+    """Runs each layer with a few row counts. Permits split-K if the library has no other algorithm for one of them.
 
-    torch raises RuntimeError there: the library that can do without is the only one it may ask.
+    torch raises RuntimeError in that case, because it may only use cuBLASLt, the library that supports these settings.
     """
     for linear in linears:
         x = torch.zeros(TRIED_ROWS[-1], linear.in_features, dtype=dtype, device=device)

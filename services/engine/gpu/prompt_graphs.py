@@ -1,12 +1,13 @@
-"""Chunks of prompts by CUDA graphs: inputs are copied to fixed memory, padded to a bucket of tokens, and replayed.
+"""Computes prompt chunks with CUDA graphs: copies inputs to fixed memory, padded to a bucket of tokens, and replays.
 
-Launching the kernels of a chunk one by one costs the host more than computing them costs the device, up to a thousand
-tokens or so: on an H100, 16 tokens of a model of 0.6B parameters took 27 ms by launches and 1.3 ms by a graph
-(docs/gpu.md). What is longer than the largest bucket, or has too many sequences, is launched as it comes.
+For chunks of up to about a thousand tokens, launching the kernels one by one costs the host more time than the device
+needs to compute them. On an H100, 16 tokens of a model with 0.6B parameters took 27 ms with single launches and 1.3 ms
+with a graph (docs/gpu.md). Chunks with more tokens than the largest bucket, or with too many sequences, use single
+launches.
 
-Padding belongs to no sequence and writes nothing, and no row of a result depends on another, so a token's result is the
-same in any bucket. The logits are no part of a graph: their number differs, and the host has launched them long before
-the device is done with the rest.
+Padding belongs to no sequence and writes nothing, and rows are independent, so a token's result is the same in any
+bucket. The graphs exclude the logits, because their number varies, and because the host launches them long before the
+device has completed the rest.
 
 Legend: T packed tokens, B sequences, K hidden size, V vocabulary, P pages of a whole context.
 """
@@ -30,9 +31,9 @@ _PER_OCTAVE = 4
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Returns the numbers of tokens for which there is a graph: 16, 32, 48, 64, then four to an octave, and the most.
+    """Returns the token counts that have a graph: 16, 32, 48, 64, then four per octave, and `max_tokens`.
 
-    So at most a fifth of what a bucket computes is padding, from 64 tokens on.
+    From 64 tokens, at most a fifth of a bucket is padding.
     """
     sizes = list(range(_SMALLEST, _SMALLEST * _PER_OCTAVE, _SMALLEST))
     octave = _SMALLEST * _PER_OCTAVE
@@ -43,12 +44,12 @@ def token_buckets(max_tokens: int) -> list[int]:
 
 
 class PromptGraphs:
-    """The steps of prompts of one model on one pool. For one thread, and one CUDA stream, at a time."""
+    """The prompt steps of one model on one pool, for one thread and one CUDA stream at a time."""
 
     def __init__(
         self, decoder: TritonDecoder, pool: PagePool, rope: torch.Tensor, *, capture: Capture, max_tokens: int
     ) -> None:
-        """`rope` is the table of the model's whole context, which must stay where it is."""
+        """Expects the rotary table of the model's full context in `rope`. Its address must not change."""
         config, device = decoder.config, pool.data.device
         max_pages = min(num_pages_for(config.context_length_tokens, pool.layout.page_size), pool.num_pages)
         self._decoder = decoder
@@ -60,7 +61,7 @@ class PromptGraphs:
         self._query_start = torch.zeros(MAX_SEQUENCES + 1, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=device)
         self._page_tables = torch.zeros(MAX_SEQUENCES, max_pages, dtype=torch.int32, device=device)
-        # What the graphs give lies outside of the memory that they share.
+        # The outputs are outside the memory that the graphs share.
         size = (max_tokens, config.hidden_size)
         self._x = torch.zeros(size, dtype=pool.layout.dtype, device=device)
         self._residual = torch.zeros(size, dtype=pool.layout.dtype, device=device)
@@ -72,7 +73,7 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Does what `TritonDecoder.forward` does; returns the wanted logits, float32 [rows, V]."""
+        """Computes the same result as `TritonDecoder.forward`: the requested logits, float32 [rows, V]."""
         num_tokens, (num_sequences, num_pages) = len(step.token_ids), step.batch.page_tables.shape
         bucket = next((size for size in self._replays if size >= num_tokens), None)
         if bucket is None or num_sequences > MAX_SEQUENCES:
@@ -90,7 +91,7 @@ class PromptGraphs:
         return self._decoder.logits(self._x, self._residual, step.logits_indices)
 
     def _compute(self, bucket: int) -> None:
-        """The captured function: from the inputs' memory to the hidden states'."""
+        """Reads the input buffers and writes the hidden states. This is the captured function."""
         batch = AttentionBatch(
             query_start=self._query_start,
             context_lens=self._context_lens,

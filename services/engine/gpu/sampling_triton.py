@@ -1,8 +1,8 @@
-"""Chooses the next tokens on the device, for rows that are greedy or decided by temperature, min_p and noise alone.
+"""Chooses next tokens on the device for rows that are greedy or only use temperature, min_p, and noise.
 
-The noise's bits are those of `services.engine.noise`, to the bit: SplitMix64 in 64-bit integers. From there on it is
-float64 in the same order of operations, so that a choice differs only where two scores are as near as two libraries'
-logarithms are to each other. Penalties, biases, grammars, top-k and top-p are not for here.
+The noise has exactly the bits of `services.engine.noise`: SplitMix64 in 64-bit integers. All later arithmetic is
+float64 in the same order of operations. A choice can therefore differ only if two scores are as close as the logarithms
+of two math libraries. Does not support penalties, biases, grammars, top-k, or top-p.
 
 Legend: B rows, V vocabulary, C blocks of a row.
 """
@@ -15,16 +15,16 @@ import triton.language as tl
 
 BLOCK_TOKENS = 1024
 NOTHING_CHOSEN = -1
-"""In the place of a token: the row has NaN or plus infinity, or all of its tokens are ruled out."""
+"""Result for a row that contains NaN or plus infinity, or in which all tokens are excluded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How B rows choose, on the device.
+    """Sampling parameters of B rows, on the device.
 
-    `keys` int64 [B]: mixed from seed and position (`services.engine.noise.noise_key`).
-    `temperatures` float64 [B]: 0 takes the likeliest.
-    `min_p_margins` float64 [B]: the logarithm of min_p, minus infinity where it is not set.
+    `keys` int64 [B]: keys mixed from seed and position (`services.engine.noise.noise_key`).
+    `temperatures` float64 [B]: 0 selects the likeliest token.
+    `min_p_margins` float64 [B]: the logarithm of min_p, or minus infinity if it is not set.
     """
 
     keys: torch.Tensor
@@ -33,7 +33,7 @@ class Choices:
 
 
 def choose(logits: torch.Tensor, choices: Choices, out: torch.Tensor) -> None:
-    """Puts the token that each row of `logits` [B, V] float32 chooses into `out` int32 [B], or NOTHING_CHOSEN."""
+    """Writes the chosen token of each row of `logits` [B, V] float32 to `out` int32 [B], or NOTHING_CHOSEN."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits.device)
@@ -78,7 +78,7 @@ def _choose_in_block(
         score = tl.where(score < bound, -float("inf"), noisy)
     score = tl.where(is_token, score, -float("inf"))
     winner = tl.argmax(score, 0)
-    is_broken = tl.max(tl.where(raw < float("inf"), 0, 1), 0) > 0  # NaN is not less than anything
+    is_broken = tl.max(tl.where(raw < float("inf"), 0, 1), 0) > 0  # NaN is not less than infinity
     place = row * num_blocks + block
     tl.store(best + place, tl.where(is_broken, float("nan"), tl.max(score, 0)))
     tl.store(tokens + place, block * BLOCK + winner)

@@ -1,4 +1,4 @@
-"""The CPU kernels: C++ sources, their builder and the binding.
+"""CPU kernels: C++ sources, their build, and their Python binding.
 
-Results of a row never depend on the other rows. Knows no model and no page's holder.
+The result of a row never depends on other rows. Does not depend on models or on page holders.
 """

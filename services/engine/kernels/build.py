@@ -1,7 +1,7 @@
-"""Compiles the kernels at first use and keeps the library in the user's cache; knows nothing of what is in it.
+"""Compiles the kernels at first use and stores the library in the user's cache. Does not depend on their content.
 
-The library is made for this very processor, so its name holds the processor's features, the compiler and the sources.
-Several processes may ask at once: one compiles, the others wait for it.
+The library is built for the current processor, so its file name is a hash of the processor's features, the compiler,
+and the sources. If several processes need it at once, one process compiles and the others wait.
 """
 
 import fcntl
@@ -32,16 +32,21 @@ _POLL_S = 0.05
 
 
 class KernelsUnavailable(TandemError):
-    """The kernels cannot be built or loaded here; the message says why. The torch path serves instead."""
+    """The kernels cannot be built or loaded.
+
+    The message contains the reason. The engine then computes through torch.
+    """
 
 
 def build_library(
     *, cache_dir: Path | None = None, compiler: str | None = None, extra_flags: Sequence[str] = ()
 ) -> Path:
-    """Returns the path of the compiled library, compiled now where the cache does not hold it.
+    """Returns the path of the compiled library. Compiles it if the cache does not contain it.
 
-    `cache_dir` is by default the user's cache, `compiler` the first one found (the variable CXX goes first), and
-    `extra_flags` go last, for tests of other instruction sets. Raises KernelsUnavailable.
+    `cache_dir` defaults to the user's cache. `compiler` defaults to the first compiler found, with the variable CXX
+    taking precedence. `extra_flags` are appended last, so that tests can select other instruction sets.
+
+    Raises KernelsUnavailable.
     """
     command = [compiler or _find_compiler(), *FLAGS, *LIBRARY_FLAGS, *extra_flags]
     folder = cache_dir or _default_cache_dir()
@@ -55,7 +60,7 @@ def build_library(
 
 
 def source_digest() -> str:
-    """Names the sources and the flags that decide about arithmetic: equal digests mean equal kernels."""
+    """Returns a digest of the sources and the flags that affect arithmetic. Equal digests mean equal kernels."""
     digest = hashlib.sha256(repr(FLAGS).encode())
     for source in _sources():
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -82,12 +87,12 @@ def _default_cache_dir() -> Path:
         if os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):
-        pass  # no home, or one that cannot be written: containers often run so
+        pass  # no home directory, or a read-only one: common in containers
     return Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
 
 
 def _make_private(folder: Path) -> None:
-    """A library is code: it is only taken from a folder that no other user can write to."""
+    """Creates the cache directory. A library is code, so the directory must not be writable by other users."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -114,7 +119,7 @@ def _cpu_features() -> str:
 
 
 def _is_intact(path: Path) -> bool:
-    """Loading a library that was cut short kills the process, so its digest lies beside it."""
+    """Returns whether the library matches its stored digest. Loading a truncated library crashes the process."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() == _digest_path(path).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -127,7 +132,7 @@ def _digest_path(path: Path) -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when its holder dies."""
+    """Holds a lock that one process at a time can acquire. The OS releases it if the process dies."""
     deadline = time.monotonic() + COMPILE_LIMIT_S
     try:
         file = path.open("w")
@@ -158,7 +163,8 @@ def _compile(command: Sequence[str], path: Path) -> None:
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
             raise KernelsUnavailable(f"{command[0]} failed: {lines[0]}")
-        # Each is renamed when complete: a process that looks in between finds them different and waits for the lock.
+        # Each file is renamed once it is complete. A process that reads between the two renames sees a digest mismatch
+        # and waits for the lock.
         digest = _digest_path(made)
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="ascii")
         os.replace(digest, _digest_path(path))
@@ -168,6 +174,6 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 def _run(command: Sequence[str], *, limit_s: float) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)  # noqa: S603 - the compiler, with flags of ours
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)  # noqa: S603 - the compiler, with our flags
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"{command[0]} cannot be run ({error})") from error

@@ -1,6 +1,6 @@
-"""The binding to the compiled kernels: structures, argument checks and calls; knows no model architecture.
+"""Binding to the compiled kernels: structures, argument checks, and calls. Does not depend on a model architecture.
 
-Calls release the interpreter lock and use as many threads as torch. Results do not depend on how many.
+Calls release the GIL and use as many threads as torch. Results do not depend on the number of threads.
 
 Legend: T packed tokens, B sequences, K input features, N output features, H KV heads, L layers, S slots of a page,
 Hq query heads, D head_dim.
@@ -33,13 +33,13 @@ _ERRORS = {
 
 
 class LinearArgs(ctypes.Structure):
-    """`Linear` of gemm.h."""
+    """Mirrors `Linear` of gemm.h."""
 
     _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("out_features", _I64), ("in_features", _I64))
 
 
 class LayerArgs(ctypes.Structure):
-    """`Layer` of tandem.cpp."""
+    """Mirrors `Layer` of tandem.cpp."""
 
     _fields_ = (
         ("input_norm", _POINTER),
@@ -54,7 +54,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class HeadsArgs(ctypes.Structure):
-    """`Heads` of attention.h."""
+    """Mirrors `Heads` of attention.h."""
 
     _fields_ = (
         ("num_heads", _I64),
@@ -66,7 +66,7 @@ class HeadsArgs(ctypes.Structure):
 
 
 class DecoderArgs(ctypes.Structure):
-    """`Decoder` of tandem.cpp."""
+    """Mirrors `Decoder` of tandem.cpp."""
 
     _fields_ = (
         ("heads", HeadsArgs),
@@ -82,7 +82,7 @@ class DecoderArgs(ctypes.Structure):
 
 
 class BatchArgs(ctypes.Structure):
-    """`Batch` of attention.h."""
+    """Mirrors `Batch` of attention.h."""
 
     _fields_ = (
         ("query_start", _POINTER),
@@ -97,7 +97,7 @@ class BatchArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """`Step` of tandem.cpp."""
+    """Mirrors `Step` of tandem.cpp."""
 
     _fields_ = (
         ("batch", BatchArgs),
@@ -117,7 +117,7 @@ class StepArgs(ctypes.Structure):
 
 
 class PlaceArgs(ctypes.Structure):
-    """`Place` of parts.cpp."""
+    """Mirrors `Place` of parts.cpp."""
 
     _fields_ = (
         ("batch", BatchArgs),
@@ -135,7 +135,7 @@ class PlaceArgs(ctypes.Structure):
 
 
 class GuessesArgs(ctypes.Structure):
-    """`Guesses` of guess.h."""
+    """Mirrors `Guesses` of guess.h."""
 
     _fields_ = (
         ("draws", _POINTER),
@@ -158,11 +158,11 @@ DRAW = np.dtype(
     },
     align=True,
 )
-"""`Draw` of choose.h and of services.engine.steps.guesses."""
+"""Layout of `Draw` in choose.h, for values of services.engine.steps.guesses.Draw."""
 
 
 TOO_CLOSE, NOT_FINITE = -1, -2
-"""`NoChoice` of tandem.cpp."""
+"""Values of `NoChoice` in tandem.cpp."""
 
 LIMIT = np.dtype(
     {
@@ -171,7 +171,7 @@ LIMIT = np.dtype(
     },
     align=True,
 )
-"""`Limit` of guess.h and of services.engine.steps.guesses."""
+"""Layout of `Limit` in guess.h, for values of services.engine.steps.guesses.Limit."""
 
 _INT = ctypes.c_int
 _SIGNATURES = {
@@ -199,7 +199,7 @@ _SIGNATURES = {
 class Kernels:
     """The loaded library.
 
-    `arithmetic` names everything that results depend on beside the inputs: the instructions in use and the sources.
+    `arithmetic` identifies everything except the inputs that affects results: the instructions in use and the sources.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +214,7 @@ class Kernels:
         self.arithmetic = f"{library.tandem_arithmetic().decode()}/{source_digest()}"
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Lays out weight [N, K] for `linear`; the result is a flat tensor of the same dtype."""
+        """Packs weight [N, K] into the layout of `linear`. Returns a flat tensor of the same dtype."""
         out_features, in_features = weight.shape
         is_bfloat16 = _is_bfloat16(weight)
         size = self._library.tandem_packed_elements(out_features, in_features, is_bfloat16)
@@ -226,7 +226,7 @@ class Kernels:
         return packed
 
     def linear(self, linear: LinearArgs, x: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
-        """Multiplies x [T, K] by the packed weight: [T, N] in `out_dtype`, which is that of x or float32."""
+        """Returns x [T, K] times the packed weight: [T, N] in `out_dtype`, which is the dtype of x or float32."""
         rows = check_tensor(x, x.dtype, shape=(x.shape[0], linear.in_features))
         if out_dtype not in (x.dtype, torch.float32):
             raise InvariantViolated(f"a linear layer over {x.dtype} cannot give {out_dtype}")
@@ -236,7 +236,10 @@ class Kernels:
         return y
 
     def attention(self, q: torch.Tensor, layer: int, *, batch: BatchArgs, heads: HeadsArgs) -> torch.Tensor:
-        """Attends q [T, Hq, D] over one layer; [T, Hq, D]. Raises InvariantViolated for a batch that is wrong."""
+        """Returns the attention of q [T, Hq, D] over one layer, [T, Hq, D].
+
+        Raises InvariantViolated for an invalid batch.
+        """
         out = torch.empty_like(q)
         code = self._library.tandem_attention(
             batch, heads, layer, pointer(q), pointer(out), _is_bfloat16(q), torch.get_num_threads()
@@ -245,8 +248,9 @@ class Kernels:
         return out
 
     def place(self, place: PlaceArgs, qkv: torch.Tensor) -> torch.Tensor:
-        """Writes keys and values of qkv [T, (Hq + 2 H) D], which is spoilt, into the pool; returns the queries
-        [T, Hq, D], normed and rotated. Raises InvariantViolated, with nothing written, for a step that is wrong.
+        """Writes the keys and values of qkv [T, (Hq + 2 H) D] to the pool. Returns the queries, normed and rotated.
+
+        The queries are [T, Hq, D]. Overwrites qkv. Raises InvariantViolated, before any write, if the step is invalid.
         """
         heads = place.heads
         width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
@@ -256,7 +260,7 @@ class Kernels:
         return q
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-        """RMSNorm of each row of x [T, K]."""
+        """Returns the RMSNorm of each row of x [T, K]."""
         rows, size = x.shape
         weights = check_tensor(weight, x.dtype, shape=(size,))
         out = torch.empty_like(x)
@@ -265,7 +269,7 @@ class Kernels:
         return out
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up for gate_up [T, 2 K], gate first: [T, K]."""
+        """Returns silu(gate) * up, [T, K], for gate_up [T, 2 K] with the gate first."""
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
         kinds = (_is_bfloat16(out), torch.get_num_threads())
@@ -273,22 +277,23 @@ class Kernels:
         return out
 
     def forward(self, decoder: DecoderArgs, step: StepArgs, dtype: torch.dtype) -> None:
-        """Runs a step of a decoder. Raises InvariantViolated, with nothing written, for a step that is wrong."""
+        """Runs a decoder step. Raises InvariantViolated, before any write, if the step is invalid."""
         is_bfloat16 = int(dtype == torch.bfloat16)
         _raise_for(self._library.tandem_forward(decoder, step, is_bfloat16, torch.get_num_threads()))
 
     def guess(self, decoder: DecoderArgs, step: StepArgs, guesses: GuessesArgs, dtype: torch.dtype) -> None:
-        """Runs a step of one token of each sequence, chooses the next ones, runs it with them, and so on.
+        """Runs a step of one token per sequence, chooses the next tokens, and repeats with those.
 
-        Raises InvariantViolated for a step that is wrong, or where it would leave its page tables.
+        Raises InvariantViolated if the step is invalid or would exceed its page tables.
         """
         is_bfloat16 = int(dtype == torch.bfloat16)
         _raise_for(self._library.tandem_guess(decoder, step, guesses, is_bfloat16, torch.get_num_threads()))
 
     def choose(self, logits: torch.Tensor, rows: SequenceOf[int], draws: SequenceOf[Draw]) -> list[int]:
-        """Chooses a token for each of these rows of logits [B, V] float32; top-k and top-p are not looked at.
+        """Chooses a token for each of these rows of logits [B, V] float32. Ignores top-k and top-p.
 
-        They are those of `services.engine.sampling`, or TOO_CLOSE to say, or NOT_FINITE.
+        Returns the same tokens as `services.engine.sampling`, or NOT_FINITE for an invalid row, or TOO_CLOSE if
+        rounding could affect the choice.
         """
         source = check_tensor(logits, torch.float32, shape=tuple(logits.shape))
         if not all(0 <= row < logits.shape[0] for row in rows):
@@ -309,18 +314,18 @@ class Kernels:
         return token_ids
 
     def workspace_elements(self, decoder: DecoderArgs, *, num_tokens: int, num_logits: int) -> int:
-        """Returns the size of the scratch memory of a step, in elements of the model's dtype."""
+        """Returns the size of a step's workspace, in elements of the model's dtype."""
         return int(self._library.tandem_workspace_elements(decoder, num_tokens, num_logits))
 
 
 @functools.cache
 def load_kernels() -> Kernels:
-    """Returns the kernels of this process, built and checked at the first call. Raises KernelsUnavailable."""
+    """Returns this process's kernels. The first call builds and checks them. Raises KernelsUnavailable."""
     return open_kernels()
 
 
 def open_kernels(*, cache_dir: Path | None = None) -> Kernels:
-    """Loads and checks the library that this installation has ready, else the one that `cache_dir` holds or gets.
+    """Loads and checks the installation's precompiled library, or else a library compiled in `cache_dir`.
 
     Raises KernelsUnavailable.
     """
@@ -330,9 +335,9 @@ def open_kernels(*, cache_dir: Path | None = None) -> Kernels:
 
 
 def check_arithmetic(kernels: Kernels) -> None:
-    """Raises KernelsUnavailable unless linear layers are right and rows do not depend on each other here.
+    """Raises KernelsUnavailable unless linear layers are correct and rows are independent on this machine.
 
-    A compiler or a processor that does something else must not be trusted silently.
+    This detects a compiler or processor that computes different results.
     """
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
@@ -351,14 +356,14 @@ def check_arithmetic(kernels: Kernels) -> None:
 
 
 def linear_args(packed: torch.Tensor, bias: torch.Tensor | None, *, shape: tuple[int, int]) -> LinearArgs:
-    """Returns the structure for a packed weight of `shape` [N, K] and a float32 bias; the tensors must outlive it."""
+    """Returns the structure of a packed weight of `shape` [N, K] and a float32 bias. The tensors must outlive it."""
     return LinearArgs(pointer(packed), None if bias is None else pointer(bias), *shape)
 
 
 def batch_args(
     pool_data: torch.Tensor, query_start: torch.Tensor, context_lens: torch.Tensor, page_tables: torch.Tensor
 ) -> BatchArgs:
-    """Returns the structure for an AttentionBatch over a pool [N, H, L, 2, S, D]; the tensors must outlive it."""
+    """Returns the structure of an AttentionBatch over a pool [N, H, L, 2, S, D]. The tensors must outlive it."""
     num_sequences = context_lens.shape[0]
     return BatchArgs(
         check_tensor(query_start, torch.int32, shape=(num_sequences + 1,)),
@@ -373,7 +378,7 @@ def batch_args(
 
 
 def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, ...]) -> int:
-    """Returns the tensor's address. Raises InvariantViolated for a type, shape or layout that no kernel reads."""
+    """Returns the tensor's address. Raises InvariantViolated for an unexpected dtype, shape, or layout."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise InvariantViolated(
             f"a kernel was given {tensor.dtype} {list(tensor.shape)} where it reads {dtype} {list(shape)}"

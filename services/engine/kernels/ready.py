@@ -1,7 +1,7 @@
-"""Libraries of the CPU kernels that were compiled beforehand, for machines without a compiler, such as containers.
+"""Precompiled libraries of the CPU kernels, for machines without a compiler, such as containers.
 
-`python -m services.engine.kernels.ready FOLDER` compiles one for each kind of processor; in a container image the
-folder is READY_DIR. Knows nothing of what is in a library.
+`python -m services.engine.kernels.ready FOLDER` compiles a library for each processor level. In a container image, the
+folder is READY_DIR. Does not depend on the content of the libraries.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from pathlib import Path
 from services.engine.kernels.build import build_library, source_digest
 
 READY_DIR = Path(__file__).parent / "ready_libraries"
-"""Where an installation has its libraries; absent where they are compiled on the machine that runs them."""
+"""Folder of an installation's libraries. Missing if the machine compiles its own library."""
 CPU_INFO = Path("/proc/cpuinfo")
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -21,7 +21,7 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A kind of processor: the compiler's flags for it, and the features that its instructions need."""
+    """A processor level: the compiler flags that target it, and the CPU features that they require."""
 
     name: str
     flags: tuple[str, ...]
@@ -29,16 +29,16 @@ class Level:
 
 
 LEVELS = (
-    # AMX is used where the processor has it: the library asks.
+    # AMX is used if the processor supports it. The library checks at run time.
     Level("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), _V4 | {"avx512_bf16"}),
     Level("avx512", ("-march=x86-64-v4",), _V4),
     Level("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""Best first. Each computes what a library that is compiled on such a processor computes."""
+"""Levels, best first. A library of a level computes the same results as a library compiled on such a processor."""
 
 
 def ready_library(folder: Path = READY_DIR, *, cpu_info: Path = CPU_INFO) -> Path | None:
-    """Returns the best library for this processor and these sources; None where the folder has none."""
+    """Returns the best library for this processor and these sources, or None if the folder has no such library."""
     if not folder.is_dir():
         return None
     features = processor_features(cpu_info)
@@ -51,13 +51,13 @@ def make_libraries(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache:
         for level in LEVELS:
-            # The image need not have the compiler's runtime; OpenMP's comes from the system.
+            # Link the compiler's runtime statically, because the image may lack it. The system provides OpenMP.
             flags = (*level.flags, "-static-libstdc++", "-static-libgcc")
             shutil.copy(build_library(cache_dir=Path(cache), extra_flags=flags), _path(folder, level))
 
 
 def processor_features(cpu_info: Path = CPU_INFO) -> frozenset[str]:
-    """Returns what the kernel says of the processor's instructions; nothing where it says nothing."""
+    """Returns the CPU features that the kernel reports. Empty if they are unavailable."""
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

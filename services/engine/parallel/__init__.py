@@ -1,4 +1,4 @@
-"""Several processes that compute one model together; docs/parallelism.md says how and why.
+"""Runs one model on several processes. docs/parallelism.md explains how and why.
 
-Scheduling knows nothing of it: rank 0 plans a step as if it were alone.
+Scheduling is unaffected: rank 0 plans each step as if it were the only process.
 """

@@ -1,11 +1,12 @@
-"""One rank's part of a decoder step, with the others met where a layer needs what they have.
+"""One rank's part of a decoder step. Gathers activations from the other ranks before each matrix.
 
-All matrices are cut by output features, and activations are gathered before each: an element is then computed whole, by
-the same chain of operations as on a single rank, so results are bitwise the same however many ranks there are. Its cost
-against the usual cut, where two matrices of a layer are cut by input features, is in docs/parallelism.md.
+All matrices are split by output features, and activations are gathered before each of them. One rank therefore computes
+each element completely, by the same sequence of operations as a single rank, so results are bitwise identical for any
+number of ranks. docs/parallelism.md compares the cost with the usual split, in which two matrices of each layer are
+split by input features.
 
-Legend: T packed tokens, N pages, H KV heads and Hq query heads (of this rank where not said otherwise), L layers,
-S slots of a page, D head_dim, K hidden size, V vocabulary.
+Legend: T packed tokens, N pages, H KV heads and Hq query heads (of this rank unless noted), L layers, S slots of a
+page, D head_dim, K hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -26,23 +27,26 @@ from services.runtime.errors import InvariantViolated
 
 
 class LayerMath(Protocol):
-    """What lies between the matrices of a layer. Pages and heads are this rank's, layers all of the model's."""
+    """Operations between a layer's matrices.
+
+    Pages and heads belong to this rank. `index` counts all layers of the model.
+    """
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of each row of x [T, hidden]."""
+        """Returns the RMSNorm of each row of x [T, hidden]."""
         ...
 
     def attend(self, layer: LayerWeights, index: int, qkv: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        """Writes keys and values of qkv [T, (Hq + 2 H) D], which may be spoilt, and attends: [T, Hq D]."""
+        """Writes keys and values of qkv [T, (Hq + 2 H) D] and returns the attention, [T, Hq D]. May overwrite qkv."""
         ...
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
+        """Returns silu(gate) * up."""
         ...
 
 
 class ShardedDecoder:
-    """One rank's decoder. `pool_data` of its steps is the worker's whole pool, of which it touches its own heads."""
+    """One rank's decoder. Steps contain the worker's complete pool, of which this rank accesses its own heads."""
 
     def __init__(
         self, config: ModelConfig, shard: Shard, weights: ShardWeights, math: LayerMath, meeting: Meeting
@@ -54,10 +58,10 @@ class ShardedDecoder:
         self._meeting = meeting
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes this rank's part; rank 0 returns the wanted logits and states, the others nothing.
+        """Runs this rank's part. Rank 0 returns the requested logits and states, and other ranks return empty tensors.
 
-        The logits are float32 [rows, V], the states after the last norm float32 [num_states, K]. Every rank must be
-        given the same step.
+        The logits are float32 [rows, V]. The states after the last norm are float32 [num_states, K]. Every rank must
+        receive the same step.
         """
         config, shard, meeting, math = self._config, self._shard, self._meeting, self._math
         own_step = self._own_part(step)
@@ -72,7 +76,7 @@ class ShardedDecoder:
         return self._end(x, step)
 
     def _begin(self, step: DecoderStep) -> torch.Tensor:
-        """Returns what goes into the first layer of the stage, [T, hidden]."""
+        """Returns the input of the stage's first layer, [T, hidden]."""
         embedding = self._weights.embedding
         if embedding is None:
             x = torch.empty(step.token_ids.shape[0], self._config.hidden_size, dtype=step.pool_data.dtype)
@@ -96,11 +100,11 @@ class ShardedDecoder:
         return logits, self._meeting.bring_to_first(states, step.num_states, config.hidden_size)
 
     def _own_part(self, step: DecoderStep) -> DecoderStep:
-        """Returns the step over pages of this rank's KV heads only.
+        """Returns the step restricted to the pages of this rank's KV heads.
 
-        A page [H, L, 2, S, D] of all heads is `groups` smaller pages one after the other, one for each range of heads:
-        page p of the worker is page p * groups + group of this rank, in a pool with `groups` times the pages. Ranks
-        that share their KV heads share these pages and write the same to them.
+        A page [H, L, 2, S, D] of all heads consists of `groups` consecutive smaller pages, one per range of heads. Page
+        p of the worker is page p * groups + group of this rank, in a pool with `groups` times the pages. Ranks with the
+        same KV heads share these pages and write the same values to them.
         """
         groups, group = self._shard.num_kv_groups(self._config), self._shard.kv_group(self._config)
         if groups == 1:
@@ -118,7 +122,7 @@ class ShardedDecoder:
 
 
 def check_step(step: DecoderStep, config: ModelConfig) -> None:
-    """Raises InvariantViolated for what every rank would use as an index; for one rank, before the others begin."""
+    """Raises InvariantViolated for indices out of range. Rank 0 calls it before the other ranks start the step."""
     indices = ((step.token_ids, config.vocab_size), (step.logits_indices, step.token_ids.shape[0]))
     for values, end in indices:
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < end:
@@ -127,19 +131,19 @@ def check_step(step: DecoderStep, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KernelMath:
-    """Through the CPU kernels: rows do not depend on each other, and are those of a step in one call."""
+    """Computes with the CPU kernels. Rows are independent, and one call computes all rows of a step."""
 
     kernels: Kernels
     config: ModelConfig
     heads: HeadsArgs
-    """This rank's heads, and all layers."""
+    """This rank's heads, and all layers of the model."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of each row."""
+        """Returns the RMSNorm of each row."""
         return self.kernels.norm(x, weight, eps=self.config.norm_eps)
 
     def attend(self, layer: LayerWeights, index: int, qkv: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        """Writes keys and values and attends: [T, Hq D]."""
+        """Writes keys and values and returns the attention, [T, Hq D]."""
         num_tokens, batch = qkv.shape[0], step.batch
         args = batch_args(step.pool_data, batch.query_start, batch.context_lens, batch.page_tables)
         place = PlaceArgs(
@@ -159,26 +163,26 @@ class KernelMath:
         return self.kernels.attention(q, index, batch=args, heads=self.heads).view(num_tokens, -1)
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
+        """Returns silu(gate) * up."""
         return self.kernels.activate(gate_up)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMath:
-    """Through torch operations, on any device; as `services.engine.reference.decoder` computes."""
+    """Computes with torch operations on any device, like `services.engine.reference.decoder`."""
 
     config: ModelConfig
     num_heads: int
     num_kv_heads: int
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of each row."""
+        """Returns the RMSNorm of each row."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
         return weight * scaled.to(x.dtype)
 
     def attend(self, layer: LayerWeights, index: int, qkv: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        """Writes keys and values and attends: [T, Hq D]."""
+        """Writes keys and values and returns the attention, [T, Hq D]."""
         parts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.config.head_dim), parts, dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -190,13 +194,13 @@ class TorchMath:
         return attended.reshape(qkv.shape[0], -1)
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
+        """Returns silu(gate) * up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 def layer_math(config: ModelConfig, shard: Shard, kernels: Kernels | None) -> LayerMath:
-    """Returns the fastest there is."""
+    """Returns the fastest available implementation."""
     num_heads, num_kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
     if kernels is None:
         return TorchMath(config, num_heads, num_kv_heads)

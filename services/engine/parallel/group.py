@@ -1,7 +1,7 @@
-"""A model on several ranks as its first one sees it: it starts the others, loads with them, and drives every step.
+"""A model on several ranks, as seen by rank 0, which starts the other ranks, loads with them, and runs every step.
 
-For users of the model nothing differs: pages of all heads and layers lie in one pool, in memory that all ranks map,
-and logits of the whole vocabulary come out.
+Users of the model see no difference: one pool contains the pages of all heads and layers, in memory that all ranks map,
+and the logits cover the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from services.runtime.errors import ConfigError, TandemError, WorkerLost
 
 
 class RankGroup:
-    """The ranks of one worker. Make it, `load`, `make_pool`, use the model, `close`; the caller is rank 0."""
+    """The ranks of one worker.
+
+    Call `load`, then `make_pool`, then use the model, then `close`. The caller is rank 0.
+    """
 
     def __init__(self, parallelism: Parallelism) -> None:
-        """Starts the other ranks. Raises ConfigError where the system cannot run them, WorkerLost where they fail."""
+        """Starts the other ranks. Raises ConfigError on an unsupported system, and WorkerLost if they cannot start."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("--tensor-parallel and --pipeline-parallel need Linux: use 1")
         self.parallelism = parallelism
@@ -48,18 +51,18 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks from 1 on."""
+        """Process IDs of the ranks, from rank 1."""
         return self._processes.pids
 
     @property
     def loss(self) -> TandemError | None:
-        """Why the ranks have ended, once they have; the worker cannot continue."""
+        """Reason why the ranks ended, after which the worker cannot continue. None while they run."""
         return self._processes.loss
 
     def load(self, model_dir: str | Path, *, dtype: str, device: str, threads: int | None) -> Model:
-        """Loads a checkpoint on all ranks at once, each its part. `threads` are shared out among them.
+        """Loads each rank's part of a checkpoint, on all ranks in parallel. Divides `threads` among the ranks.
 
-        Raises ModelError, ConfigError, and WorkerLost where a rank ends meanwhile.
+        Raises ModelError, ConfigError, and WorkerLost if a rank ends while loading.
         """
         threads_each = max(1, (threads or torch.get_num_threads()) // self.parallelism.num_ranks)
         with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, self._explained():
@@ -84,7 +87,7 @@ class RankGroup:
         return self._model(part, facts)
 
     def make_pool(self, layout: PageLayout, num_pages: int) -> PagePool:
-        """Returns pages in memory that all ranks map; no other process can, and it is gone with the last of them."""
+        """Returns pages in memory that only the ranks can map. The memory is freed when the last rank ends."""
         assert self._part is not None, "the model is loaded first"
         num_bytes = num_pages * math.prod(layout.shape) * layout.dtype.itemsize
         fd = os.memfd_create("tandem-pages")
@@ -100,15 +103,18 @@ class RankGroup:
         return PagePool(layout, num_pages, data=data)
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Computes a step on all ranks; returns the logits, float32 [rows, V]. Raises as `forward_with_states`."""
+        """Runs a step on all ranks.
+
+        Returns the logits, float32 [rows, V]. Raises the errors of `forward_with_states`.
+        """
         return self.forward_with_states(step)[0]
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a step on all ranks. Returns its logits and states, each float32: [rows, V], [num_states, hidden].
+        """Runs a step on all ranks. Returns its logits [rows, V] and states [num_states, hidden], both float32.
 
-        Returns after the last write of every rank. Its own part may end earlier: without logits, no rank sends rank 0
-        any rows, and later stages still write. Raises InvariantViolated for an invalid step, before any rank begins,
-        and WorkerLost if a rank has ended.
+        Returns after the last write of every rank. Rank 0 may finish its own part earlier: in a step without logits, it
+        receives no rows from the other ranks, and later stages still write. Raises InvariantViolated for an invalid
+        step, before any rank starts it, and WorkerLost if a rank has ended.
         """
         assert self._part is not None, "the model is loaded first"
         check_step(step, self._part.source.config)
@@ -122,7 +128,7 @@ class RankGroup:
             return outputs
 
     def close(self) -> None:
-        """Ends the other ranks. May be called again."""
+        """Stops the other ranks. Idempotent."""
         self._processes.close()
 
     def _model(self, part: RankPart, facts: list[dict[str, Any]]) -> Model:
@@ -141,7 +147,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of talking to a rank become the reason for which it has ended."""
+        """Replaces errors of the communication with a rank by the reason why that rank ended."""
         try:
             yield
         except (OSError, RuntimeError, WorkerLost) as error:

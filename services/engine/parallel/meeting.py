@@ -1,6 +1,6 @@
-"""Where the ranks of a worker exchange rows of a step: collectives of torch.distributed over the loopback interface.
+"""Exchanges rows of a step between the ranks of a worker, with torch.distributed collectives over loopback.
 
-Only data is moved and bytes compared: nothing here rounds, so no result depends on how many ranks there are.
+Collectives only move data and compare bytes. They do not round, so results do not depend on the number of ranks.
 
 Legend: T tokens, n columns of this rank, N columns of all ranks of the stage.
 """
@@ -17,16 +17,19 @@ from services.engine.weights.shard import Shard, part_of
 
 CONNECT_TIMEOUT_S = 60.0
 
-# A rank that dies is noticed by its connections and one that hangs by its silence; this only ends what both missed.
+# Rank 0 detects a dead rank by its connection and a hung rank by its silence. This timeout is the last resort.
 STEP_TIMEOUT_S = 3600.0
-_STEP_TIMEOUT = timedelta(seconds=STEP_TIMEOUT_S)  # without it, send and recv wait only for CONNECT_TIMEOUT_S
+_STEP_TIMEOUT = timedelta(seconds=STEP_TIMEOUT_S)  # without it, send and recv time out after CONNECT_TIMEOUT_S
 
 
 class Meeting:
-    """This rank's connections to the others. Every rank calls the same methods in the same order."""
+    """This rank's connections to the other ranks. Every rank must call the same methods in the same order."""
 
     def __init__(self, shard: Shard, store_path: Path) -> None:
-        """Waits for the other ranks; `store_path` is a file in a folder of this worker alone. Raises RuntimeError."""
+        """Connects to the other ranks through `store_path`, a file in a directory of this worker.
+
+        Raises RuntimeError.
+        """
         self._shard = shard
         parallelism = shard.parallelism
         store = FileStore(str(store_path), parallelism.num_ranks)
@@ -37,7 +40,7 @@ class Meeting:
             self._stage = _group(stage_store, shard.tensor_rank, parallelism.tensor)
 
     def gather(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """Returns the columns of all ranks of the stage: [T, N] out of this rank's [T, n]."""
+        """Concatenates the columns of all ranks of the stage: [T, N] from this rank's [T, n]."""
         num_parts = self._shard.parallelism.tensor
         if num_parts == 1:
             return part
@@ -48,7 +51,7 @@ class Meeting:
         return gathered.transpose(0, 1).reshape(part.shape[0], -1)[:, :num_columns].contiguous()
 
     def choose(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [T, N], each of which is zeros on all ranks of the stage but one: what that one has, bit by bit."""
+        """Returns rows [T, N] with the exact bits of the one rank of the stage whose row is not zero."""
         if self._shard.parallelism.tensor == 1:
             return rows
         content = rows.contiguous().view(torch.uint8)
@@ -56,18 +59,18 @@ class Meeting:
         return content.view(rows.dtype)
 
     def pass_on(self, rows: torch.Tensor) -> None:
-        """Hands rows [T, N] to the same rank of the next stage."""
+        """Sends rows [T, N] to the same tensor rank of the next stage."""
         self._all.send([rows.contiguous()], self._shard.rank + self._shard.parallelism.tensor, 0).wait(_STEP_TIMEOUT)
 
     def take_over(self, rows: torch.Tensor) -> torch.Tensor:
-        """Fills rows [T, N] with those that the stage before has passed on."""
+        """Receives rows [T, N] from the previous stage into `rows`."""
         self._all.recv([rows], self._shard.rank - self._shard.parallelism.tensor, 0).wait(_STEP_TIMEOUT)
         return rows
 
     def bring_to_first(self, part: torch.Tensor | None, num_rows: int, num_columns: int) -> torch.Tensor:
-        """Returns the columns [num_rows, N] of all ranks of the last stage, float32; elsewhere than on rank 0, empty.
+        """Returns, on rank 0, the columns of all ranks of the last stage, [num_rows, N] float32. Empty on other ranks.
 
-        `part` [num_rows, n] is None in the other stages.
+        `part` is [num_rows, n] in the last stage, and None in other stages.
         """
         parallelism, rank = self._shard.parallelism, self._shard.rank
         if rank != 0:
@@ -88,7 +91,7 @@ class Meeting:
 
 
 class _Group(Protocol):
-    """What is used of a process group; torch's own description of it is incomplete."""
+    """The methods in use of a process group. torch's type stubs are incomplete."""
 
     def _allgather_base(self, output: torch.Tensor, part: torch.Tensor) -> Work: ...
     def allreduce(self, tensors: list[torch.Tensor], op: ReduceOp.RedOpType) -> Work: ...
@@ -99,7 +102,7 @@ class _Group(Protocol):
 def _group(store: Store, rank: int, size: int) -> _Group:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    # Nothing listens but on this machine's own interface, whatever its name resolves to.
+    # Listen on the loopback interface only, even if the host name resolves to another address.
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     made = gloo(store, rank, size, options)

@@ -1,7 +1,7 @@
-"""Messages between rank 0 and the other ranks: JSON objects while they start, then plain arrays for each step.
+"""Messages between rank 0 and the other ranks: JSON objects at startup, then plain arrays for each step.
 
-A rank acknowledges each step with one byte. The ends of these sockets were inherited from a parent by its child, so no
-other process can write to them. Nothing is pickled.
+A rank acknowledges each step with one byte. Each child inherits its end of these sockets from its parent, so no other
+process can write to them. Messages are not pickled.
 """
 
 import json
@@ -17,13 +17,13 @@ from services.runtime.descriptors import receive_fds
 from services.runtime.errors import WorkerLost
 
 _LENGTH = struct.Struct("<Q")
-_STEP = struct.Struct("<5Q")  # tokens, sequences, pages of a table, wanted logits and states, states
+_STEP = struct.Struct("<5Q")  # tokens, sequences, pages per table, logits and states to return, states
 _DONE = b"\x01"
 MAX_OBJECT_BYTES = 64 << 20
 
 
 class StepMessage:
-    """The inputs of a step as `Model.forward` takes them, but the pool and the rope, which each rank has."""
+    """The inputs of `Model.forward`, except the pool and the rotary table, which each rank already has."""
 
     __slots__ = ("batch", "logits_indices", "num_states", "positions", "token_ids")
 
@@ -42,7 +42,7 @@ class StepMessage:
         self.num_states = num_states
 
     def encode(self) -> bytes:
-        """Returns the message; 8-byte numbers come first, so that all arrays are aligned where they arrive."""
+        """Returns the encoded message. The 8-byte numbers precede the 4-byte numbers, so all arrays arrive aligned."""
         batch = self.batch
         tables = batch.page_tables
         num_wanted = self.logits_indices.shape[0]
@@ -53,12 +53,12 @@ class StepMessage:
 
 
 def send_step(peer: socket.socket, encoded: bytes) -> None:
-    """Sends an encoded step. Raises OSError where the peer is gone."""
+    """Sends an encoded step. Raises OSError if the peer has ended."""
     peer.sendall(encoded)
 
 
 def receive_step(peer: socket.socket) -> StepMessage | None:
-    """Waits for the next step; None: none will come."""
+    """Waits for the next step. Returns None if rank 0 has closed the connection."""
     head = _receive(peer, _STEP.size)
     if head is None:
         return None
@@ -95,7 +95,7 @@ def await_acknowledgement(peer: socket.socket) -> None:
 
 
 def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -> None:
-    """Sends a JSON value and, with it, open files. Raises OSError where the peer is gone."""
+    """Sends a JSON value, optionally with file descriptors. Raises OSError if the peer has ended."""
     text = json.dumps(value).encode()
     if fds:
         socket.send_fds(peer, [_LENGTH.pack(len(text))], fds)
@@ -105,7 +105,7 @@ def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -
 
 
 def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[int]]:
-    """Waits for a JSON value and up to `max_fds` files. Raises WorkerLost where the peer has ended."""
+    """Waits for a JSON value and up to `max_fds` file descriptors. Raises WorkerLost if the peer has ended."""
     head, fds = receive_fds(peer, _LENGTH.size, max_fds)
     rest = _receive(peer, _LENGTH.size - len(head)) if head else None
     if rest is None:
@@ -118,7 +118,7 @@ def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[
 
 
 def _receive(peer: socket.socket, num_bytes: int) -> bytearray | None:
-    """Receives exactly `num_bytes` bytes; None: the peer has ended."""
+    """Receives exactly `num_bytes` bytes. Returns None if the peer has ended."""
     content = bytearray(num_bytes)
     view = memoryview(content)
     while view:

@@ -1,4 +1,4 @@
-"""What each rank, the first one too, has in memory: its part of the weights, its connections, its view of the pages.
+"""The state of each rank, including rank 0: its part of the weights, its connections, and its view of the pages.
 
 Legend: N pages, H KV heads, L layers, S slots of a page, D head_dim.
 """
@@ -24,7 +24,7 @@ from services.runtime.errors import ConfigError, InvariantViolated
 
 
 class RankPart:
-    """One rank's part of a model. Load, connect, then compute."""
+    """One rank's part of a model. Call `load`, then `connect`, then `use_pool`, then `compute`."""
 
     def __init__(self, source: ModelSource, shard: Shard, weights: ShardWeights, row_sums: dict[str, int]) -> None:
         self.source = source
@@ -37,9 +37,9 @@ class RankPart:
 
     @classmethod
     def load(cls, settings: Mapping[str, Any], rank: int) -> RankPart:
-        """Reads the rank's part of a checkpoint. `settings` are those of `RankGroup`.
+        """Reads the rank's part of a checkpoint. `settings` are the settings that `RankGroup` sends.
 
-        Raises ModelError and ConfigError as load_model does.
+        Raises ModelError and ConfigError like load_model.
         """
         parallelism = Parallelism(settings["tensor_parallel"], settings["pipeline_parallel"])
         torch.set_num_threads(settings["threads"])
@@ -55,24 +55,27 @@ class RankPart:
             source.checkpoint.close()
 
     def facts(self) -> dict[str, Any]:
-        """Returns what rank 0 must know of it."""
+        """Returns the values that rank 0 needs from this rank."""
         return {
             "arithmetic": arithmetic_of(self.source.kernels, self.source.placement.device),
             "row_sums": {name: f"{value:x}" for name, value in self.row_sums.items()},
         }
 
     def fingerprint(self, others: Iterable[Mapping[str, int]]) -> str:
-        """Returns the model's, which is that of a single rank, out of what this rank and the `others` have read."""
+        """Returns the fingerprint of the model, combined from the rows read by this rank and the `others`.
+
+        It equals the fingerprint of a model with a single rank.
+        """
         return layout_fingerprint(self.source.config, weights_digest=self.source.checkpoint.digest(others))
 
     def connect(self, store_path: Path) -> None:
-        """Meets the other ranks. Raises RuntimeError where that fails."""
+        """Connects to the other ranks. Raises RuntimeError on failure."""
         meeting = Meeting(self._shard, store_path)
         math = layer_math(self.source.config, self._shard, self.source.kernels)
         self._decoder = ShardedDecoder(self.source.config, self._shard, self._weights, math, meeting)
 
     def use_pool(self, memory: mmap.mmap, layout: Mapping[str, Any]) -> torch.Tensor:
-        """Takes the worker's pages as they are: [N, H, L, 2, S, D]."""
+        """Maps the worker's pages as a tensor: [N, H, L, 2, S, D]."""
         config = self.source.config
         shape = (layout["num_pages"], config.num_kv_heads, config.num_layers, 2, layout["page_size"], config.head_dim)
         self._pool_data = torch.frombuffer(memory, dtype=self.source.placement.dtype).view(shape)
@@ -80,7 +83,7 @@ class RankPart:
 
     @torch.inference_mode()
     def compute(self, step: StepMessage) -> None:
-        """Takes part in a step that rank 0 computes too."""
+        """Runs this rank's part of a step that rank 0 runs too."""
         if self._pool_data is None:
             raise InvariantViolated("a rank has no pages yet")
         rope = self._rope.ensure(step.batch.longest_context)
@@ -97,7 +100,7 @@ class RankPart:
         )
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the rank's part of a step. Returns the logits [rows, V] and the wanted states on rank 0."""
+        """Runs the rank's part of a step. Returns the logits [rows, V] and the requested states on rank 0."""
         if self._decoder is None:
             raise InvariantViolated("a rank computes before it has met the others")
         return self._decoder.forward_with_states(step)

@@ -1,9 +1,9 @@
-"""The processes of a worker's other ranks: started, watched and ended; knows nothing of what they compute.
+"""Starts, watches, and stops the processes of a worker's other ranks. Does not depend on their computation.
 
-Two socket pairs lead to each rank: one for commands, and one on which the rank says several times a second that it is
-alive and, at the last, why it ends. A rank that ends, or is silent, is the end of all of them: the worker cannot
-continue without it. And a rank ends with rank 0, however that ends: it sees the end of its sockets and, where the
-system can do so, is killed by it, also while it is stopped.
+Two socket pairs lead to each rank. One carries commands. On the other, the rank sends several heartbeats a second and,
+at the end, the reason for its exit. If a rank ends or is silent for too long, all ranks are stopped, because the worker
+cannot continue without it. A rank also ends whenever rank 0 ends, for any reason: it detects the closed sockets. In
+addition, where the system supports it, the kernel kills the rank, even if it is suspended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from services.runtime.errors import ConfigError, ModelError, TandemError, Worker
 
 BEAT_S = 0.25
 SILENCE_S = 3.0
-"""A rank that was silent for this long while rank 0 was listening is dead."""
+"""Maximum silence of a rank while rank 0 is listening, in seconds. After it, the rank counts as dead."""
 START_SILENCE_S = 60.0
-"""While it loads libraries and a model: the system may be busy with its disk for long."""
+"""Maximum silence while a rank loads libraries and a model, which can block on the disk for long."""
 EXIT_TIMEOUT_S = 2.0
 MAX_LAST_WORDS_BYTES = 1 << 16
 
@@ -50,9 +50,9 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """Starts `num_ranks` - 1 processes and keeps watch over them in a thread of its own, until `close`.
+    """Starts `num_ranks` - 1 processes, and watches them in a dedicated thread until `close`.
 
-    `program` is the module that they run, by `services.engine.parallel.rank.run_rank`.
+    `program` is the module that each process runs. It must call `services.engine.parallel.rank.run_rank`.
     """
 
     def __init__(self, num_ranks: int, *, program: str = "services.engine.parallel.rank") -> None:
@@ -66,11 +66,11 @@ class RankProcesses:
         self._has_ended = threading.Event()
         self._loss: TandemError | None = None
         self._wakened, self._waker = socket.socketpair()
-        # Children are killed with the thread that started them, so it is this one, which lives as long as they may.
+        # The kernel kills children when the thread that started them ends. This thread outlives them.
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
     def start(self) -> None:
-        """Returns when the processes exist. Raises WorkerLost where they cannot be made."""
+        """Returns once the processes exist. Raises WorkerLost if they cannot be started."""
         self._thread.start()
         self._has_started.wait()
         if self._start_error is not None:
@@ -78,30 +78,33 @@ class RankProcesses:
 
     @property
     def commands(self) -> Sequence[socket.socket]:
-        """The sockets to the ranks from 1 on."""
+        """Command sockets of the ranks, from rank 1."""
         return [rank.commands for rank in self._ranks]
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks from 1 on."""
+        """Process IDs of the ranks, from rank 1."""
         return [rank.process.pid for rank in self._ranks]
 
     @property
     def loss(self) -> TandemError | None:
-        """Why the ranks have ended, once they have."""
+        """Reason why the ranks ended. None while they run."""
         return self._loss
 
     def begin_serving(self) -> None:
-        """Everything is loaded: from now on a silence is short."""
+        """Marks loading as complete. From now on, the shorter silence limit applies."""
         self._is_serving = True
 
     def explain(self, error: BaseException, *, timeout_s: float = 2.0) -> TandemError:
-        """Returns the cause of an error of talking to the ranks: the watch may need a moment to see which one ended."""
+        """Returns the cause of a communication error.
+
+        Waits briefly, because detecting the ended rank takes a moment.
+        """
         self._has_ended.wait(timeout_s)
         return self._loss or WorkerLost(f"the ranks of the worker lost each other: {error}")
 
     def close(self) -> None:
-        """Ends all ranks, once nobody talks to them. May be called again."""
+        """Stops all ranks. Call it once no thread uses their sockets. Idempotent."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
@@ -147,7 +150,7 @@ class RankProcesses:
             while not self._is_closing:
                 ready = [key.data for key, _ in selector.select(BEAT_S) if key.data is not None]
                 now_s = time.monotonic()
-                # Time in which this process did not run is nobody's silence.
+                # Do not count time in which this process itself was suspended.
                 elapsed_s = min(now_s - looked_at_s, 2 * BEAT_S)
                 looked_at_s = now_s
                 for rank in self._ranks:
@@ -177,7 +180,7 @@ class RankProcesses:
             self._loss = WorkerLost(f"nothing was heard of rank {rank.rank} of the worker for {limit_s:g} s")
 
     def _why(self, rank: _RankProcess) -> TandemError:
-        """Returns the end of a rank in words: its own, or the system's."""
+        """Returns the cause of a rank's end: its own report, or its exit status."""
         if rank.heard:
             try:
                 words = json.loads(bytes(rank.heard))
@@ -196,10 +199,11 @@ class RankProcesses:
         if self._loss is not None:
             logger.critical("the worker has lost its ranks: %s", self._loss.message)
         for rank in self._ranks:
-            # Shut down, not closed: the engine may be reading or writing, and gets an end instead of another's file.
+            # Shut down instead of close: the engine may be using the socket. It gets end-of-file instead of a reused
+            # descriptor.
             with contextlib.suppress(OSError):
                 rank.commands.shutdown(socket.SHUT_RDWR)
-            # They hold nothing that must be given back.
+            # The ranks own nothing that needs cleanup.
             rank.process.kill()
         for rank in self._ranks:
             rank.process.wait()

@@ -1,6 +1,6 @@
-"""The program of every rank but the first: loads its part, then computes each step that rank 0 sends, until it ends.
+"""Program of every rank except rank 0: loads its part, then computes the steps that rank 0 sends.
 
-`python -m services.engine.parallel.rank RANK PARENT_PID COMMANDS_FD LIFE_FD`, started by rank 0 only.
+`python -m services.engine.parallel.rank RANK PARENT_PID COMMANDS_FD LIFE_FD`. Only rank 0 starts it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Life:
-    """Says from a thread of its own that the process is alive, and ends it as soon as rank 0 is gone."""
+    """Sends heartbeats from a separate thread, and ends the process when rank 0 ends."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
@@ -36,11 +36,11 @@ class Life:
         self._has_spoken = False
 
     def start(self) -> None:
-        """Begin."""
+        """Starts the thread."""
         threading.Thread(target=self._run, name="life", daemon=True).start()
 
     def end(self, words: dict[str, str]) -> None:
-        """Says why the process ends."""
+        """Reports why the process ends, and stops the heartbeats."""
         with self._lock, contextlib.suppress(OSError):
             self._has_spoken = True
             self._peer.setblocking(True)
@@ -52,12 +52,12 @@ class Life:
             with self._lock:
                 if self._has_spoken:
                     return
-                # Beats that nobody reads, because rank 0 is stopped, are dropped.
+                # If rank 0 is stopped and does not read, drop the heartbeat.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     self._peer.send(b"\n", socket.MSG_DONTWAIT)
             try:
                 if not self._peer.recv(1):
-                    os._exit(1)  # whatever the main thread is doing: there is nobody left to do it for
+                    os._exit(1)  # rank 0 has ended, so nothing needs the main thread's work
             except TimeoutError:
                 continue
             except OSError:
@@ -65,18 +65,18 @@ class Life:
 
 
 def run_rank(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> NoReturn:
-    """Runs a rank's program: `serve` gets its number and the socket on which rank 0 commands it."""
+    """Runs a rank's program: calls `serve` with the rank and the socket for commands from rank 0."""
     code = _run(arguments, serve)
     sys.stderr.flush()
-    # Without finalizers: connections to ranks that are gone could hold them up, and nothing here needs them.
+    # Skip finalizers: connections to ranks that have ended could block them, and nothing needs them.
     os._exit(code)
 
 
 def _run(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> int:
-    """Returns the exit code."""
+    """Runs the program. Returns the exit code."""
     rank, parent_pid, commands_fd, life_fd = map(int, arguments)
     _die_with(parent_pid)
-    # A signal from the worker's terminal is meant for rank 0, which ends the others when it has finished.
+    # A signal from the worker's terminal is meant for rank 0, which stops the other ranks once it has finished.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
     life = Life(socket.socket(fileno=life_fd))
@@ -84,11 +84,11 @@ def _run(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> i
     try:
         serve(rank, socket.socket(fileno=commands_fd))
     except WorkerLost:
-        return 1  # rank 0 has ended, or another rank, of which rank 0 knows more
+        return 1  # rank 0 has ended, or another rank has, and rank 0 reports the cause
     except TandemError as error:
         life.end({"kind": type(error).__name__, "message": error.message})
         return 1
-    except Exception as error:  # the outermost frame: rank 0 is told, and the details stay in the log
+    except Exception as error:  # the outermost frame: reports to rank 0 and logs the details
         logger.exception("the rank failed")
         life.end({"kind": type(error).__name__, "message": "see the worker's log"})
         return 1
@@ -96,14 +96,14 @@ def _run(arguments: list[str], serve: Callable[[int, socket.socket], None]) -> i
 
 
 def _serve(rank: int, commands: socket.socket) -> None:
-    # Libraries are loaded when it can be seen that this process lives.
+    # Import the libraries after the heartbeats have started.
     from services.engine.parallel.messages import acknowledge_step, receive_object, receive_step, send_object
     from services.engine.parallel.part import RankPart
 
     settings, _ = receive_object(commands)
     part = RankPart.load(settings, rank)
     send_object(commands, part.facts())
-    receive_object(commands)  # all others have loaded theirs
+    receive_object(commands)  # all other ranks have loaded their parts
     part.connect(Path(settings["store"]))
     send_object(commands, {})
     layout, fds = receive_object(commands, max_fds=1)
@@ -114,7 +114,7 @@ def _serve(rank: int, commands: socket.socket) -> None:
 
 
 def map_pool(fd: int, num_bytes: int) -> mmap.mmap:
-    """Maps the memory of the worker's pages, which rank 0 has made; the file is closed."""
+    """Maps the memory of the worker's pages, which rank 0 has allocated. Closes the file descriptor."""
     try:
         return mmap.mmap(fd, num_bytes)
     finally:
@@ -122,7 +122,7 @@ def map_pool(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process with the thread that started it, where the kernel can."""
+    """Makes the kernel kill this process when the thread that started it ends, if supported."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:

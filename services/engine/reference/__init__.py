@@ -1,4 +1,4 @@
-"""The readable decoder, the oracle of the fast ones.
+"""The reference implementation of the decoder, with which the fast decoders are compared.
 
-It is written to be read, and never tuned.
+It is optimized for readability, never for speed.
 """

@@ -1,6 +1,6 @@
-"""The cache's layout, writing into it and attending over it: one function each, whatever computes it.
+"""Defines the cache layout, with one function to write to it and one to attend over it, for all implementations.
 
-The pool's layout is [N, H, L, 2, S, D]: a page is one contiguous range, and so is a range of its heads.
+The pool's layout is [N, H, L, 2, S, D]. A page is contiguous, and so is a range of its heads.
 
 Legend: T packed tokens, B sequences, N pages, H KV heads, L layers, S slots of a page, Hq query heads, D head_dim.
 """
@@ -15,15 +15,15 @@ from services.engine.reference.attention_sdpa import paged_attention_sdpa
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Which packed tokens belong to which sequence, and where the sequences' keys and values lie.
+    """Assigns packed tokens to sequences, and locates the keys and values of the sequences.
 
     `query_start` int32 [B+1]: sequence b owns the packed tokens query_start[b] to query_start[b+1].
-    `context_lens` int32 [B]: tokens of the sequence with the ones of this step; its own are the last ones.
-    `page_tables` int32 [B, max pages]: page ids in order; entries beyond the context are ignored.
-    `slot_mapping` int64 [T]: page_id * S + slot where each packed token's key and value are written.
+    `context_lens` int32 [B]: tokens of the sequence. The tokens of this step are included, and are the last ones.
+    `page_tables` int32 [B, max pages]: page IDs in order. Entries beyond the context are ignored.
+    `slot_mapping` int64 [T]: page_id * S + slot to which each packed token's key and value are written.
 
-    All tensors are on the model's device. `longest_tokens`, where given, is the longest of `context_lens`: a caller
-    that knows it saves the host from waiting until a GPU has got so far that it can tell.
+    All tensors are on the model's device. `longest_tokens` is the maximum of `context_lens`, if known. It avoids a wait
+    for the GPU to compute the maximum.
     """
 
     query_start: torch.Tensor
@@ -34,11 +34,11 @@ class AttentionBatch:
 
     @property
     def longest_context(self) -> int:
-        """Most tokens of a sequence with the ones of this step."""
+        """Maximum of `context_lens`."""
         if self.longest_tokens is not None:
             return self.longest_tokens
         lens = self.context_lens
-        # numpy keeps the interpreter's lock for so little; torch would give it away right before the model is called.
+        # numpy keeps the GIL for this small operation. torch would release it right before the model is called.
         return int(lens.numpy().max() if lens.device.type == "cpu" else lens.max())
 
 
@@ -61,9 +61,9 @@ def paged_attention(
     scale: float,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D] over the cached tokens of each row's sequence; returns [T, Hq, D].
+    """Returns the causal attention of q [T, Hq, D] over the cached tokens of each row's sequence, [T, Hq, D].
 
-    With `kernels` (CPU, float32 or bfloat16) a row's result is bitwise independent of the other rows.
+    With `kernels` (CPU, float32 or bfloat16), the result of a row is bitwise independent of other rows.
     """
     if kernels is not None:
         _, num_kv_heads, num_layers, _, _, head_dim = pool_data.shape

@@ -1,4 +1,4 @@
-"""Paged attention by gathering pages and calling SDPA: right on every device, fast on none; the other kernels' oracle.
+"""Reference paged attention that gathers pages and calls SDPA: correct on every device, but slow.
 
 Legend: T packed tokens, B sequences, C context tokens, N pages, S slots of a page, Hq query heads, H KV heads,
 D head_dim.
@@ -17,9 +17,9 @@ def paged_attention_sdpa(
     page_tables: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D] over one layer's pages [N, H, 2, S, D]; returns [T, Hq, D].
+    """Returns the causal attention of q [T, Hq, D] over the pages [N, H, 2, S, D] of one layer, [T, Hq, D].
 
-    `query_start` [B+1], `context_lens` [B] and `page_tables` [B, max pages] are those of an AttentionBatch.
+    `query_start` [B+1], `context_lens` [B], and `page_tables` [B, max pages] are fields of an AttentionBatch.
     """
     starts = query_start.tolist()
     contexts = context_lens.tolist()
@@ -43,21 +43,21 @@ def paged_attention_sdpa(
 def _attend_decoding(
     q: torch.Tensor, layer_data: torch.Tensor, page_tables: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One query each: q [b, Hq, D], padded to the longest context."""
+    """Returns the attention of one query per sequence, q [b, Hq, D], padded to the longest context."""
     longest = int(lengths.max())
     keys, values = _gather(layer_data, page_tables, longest)
     is_valid = torch.arange(longest, device=q.device) < lengths[:, None]
-    # What lies beyond a sequence's end is another's data or never written: NaN there would survive a zero weight.
+    # Slots beyond a sequence's end contain other data or were never written. NaN there would survive a zero weight.
     keys = keys.masked_fill(~is_valid[:, None, :, None], 0)
     values = values.masked_fill(~is_valid[:, None, :, None], 0)
     return _sdpa(q[:, :, None], keys, values, is_valid[:, None, None, :], scale)[:, :, 0]
 
 
 def _gather(layer_data: torch.Tensor, page_tables: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [b, H, context, D] out of layer_data [N, H, 2, S, D]."""
+    """Returns keys and values [b, H, context, D] from layer_data [N, H, 2, S, D]."""
     _, num_kv_heads, _, page_size, head_dim = layer_data.shape
     num_pages = -(-context // page_size)
-    # Unused entries of a table may hold anything; page 0 stands in for them and is masked.
+    # Unused entries of a table may contain any value. Clamping keeps them in range, and the mask removes their pages.
     pages = page_tables[:, :num_pages].long().clamp(0, layer_data.shape[0] - 1)
     gathered = layer_data[pages].permute(3, 0, 2, 1, 4, 5)
     keys, values = gathered.reshape(2, pages.shape[0], num_kv_heads, num_pages * page_size, head_dim)

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in torch operations: what every other decoder must compute, on any device.
+"""The Llama-family decoder in torch operations for any device: the reference for every other decoder.
 
 Legend: T packed tokens, P positions, N pages, H KV heads, L layers, S slots of a page, D head_dim, K hidden size,
 V vocabulary.
@@ -18,9 +18,9 @@ from services.engine.weights.load import LayerWeights, ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class DecoderStep:
-    """The inputs of one step, as `Model.forward` takes them; `rope` is a RopeTable's data, [P, 2, D/2].
+    """The inputs of one step, as for `Model.forward`. `rope` is the data of a RopeTable, [P, 2, D/2].
 
-    The last `num_states` tokens that `logits_indices` names are wanted as hidden states, and have no logits.
+    The last `num_states` entries of `logits_indices` request hidden states instead of logits.
     """
 
     token_ids: torch.Tensor
@@ -33,42 +33,43 @@ class DecoderStep:
 
 
 class Decoder(Protocol):
-    """Computes steps of one model. On a CPU, a method returns after the last write to the pool by every rank.
+    """Computes steps of one model.
 
-    On a GPU, the writes are complete when the current stream is.
+    On a CPU, a method returns after every rank has completed its writes to the pool. On a GPU, the writes are complete
+    once the current stream is.
     """
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        """Writes the tokens' keys and values to the pool. Returns the requested logits, float32 [rows, V]."""
         ...
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what `forward` does; returns the wanted states after the last norm too, float32 [num_states, K]."""
+        """Runs `forward` and also returns the requested states after the last norm, float32 [num_states, K]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedStep:
-    """A step whose tensors stay where they are, with other numbers in them each time."""
+    """A repeatable step with tensors at fixed addresses, whose contents change between runs."""
 
     decoder: Decoder
     step: DecoderStep
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
-        """Returns logits, float32 [rows, V]."""
+        """Runs the step. Returns logits, float32 [rows, V]."""
         return self.decoder.forward(self.step)
 
 
 class TorchDecoder:
-    """The decoder in torch operations. A row's result may depend on the other rows of its step."""
+    """The decoder in torch operations. The result of a row may depend on other rows of its step."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self._config = config
         self._weights = weights
 
     def forward(self, step: DecoderStep) -> torch.Tensor:
-        """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        """Writes the tokens' keys and values to the pool. Returns the requested logits, float32 [rows, V]."""
         return self.forward_with_states(step)[0]
 
     def forward_with_states(self, step: DecoderStep) -> tuple[torch.Tensor, torch.Tensor]:

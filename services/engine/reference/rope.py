@@ -1,4 +1,4 @@
-"""Rotary position tables; knows nothing of queries, keys or the cache.
+"""Tables for rotary position embeddings. Does not depend on queries, keys, or the cache.
 
 Legend: P positions, D head_dim.
 """
@@ -9,13 +9,13 @@ import torch
 
 from services.engine.weights.config import Llama3RopeScaling, ModelConfig
 
-# Tables are computed in blocks of this many positions, each by the same calls on the same shapes: vector and tail
-# code of a math library may round differently, and a row must not depend on how far the table reaches.
+# Tables are computed in blocks of this many positions, with the same calls on the same shapes. The vector code and the
+# tail code of a math library may round differently, and a row must not depend on the length of the table.
 BLOCK_POSITIONS = 256
 
 
 class RopeTable:
-    """Cosines and sines of all positions so far, float32; grows on demand, up to the model's context."""
+    """Cosines and sines of all positions so far, float32. Grows on demand, up to the model's context."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config)
@@ -45,7 +45,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotates x [T, heads, D] by the angles of positions [T]; same dtype out."""
+    """Rotates x [T, heads, D] by the angles of positions [T]. Returns the same dtype."""
     cos, sin = table[positions].unbind(1)
     cos, sin = cos[:, None], sin[:, None]
     low, high = x.float().chunk(2, dim=-1)

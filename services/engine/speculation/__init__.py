@@ -1,4 +1,4 @@
-"""Guesses of the next tokens, from a draft model or from the text.
+"""Draft tokens from a draft model or from the text itself.
 
-A guess never changes an answer: the model verifies each.
+Draft tokens never change a response, because the model verifies each of them.
 """

@@ -1,10 +1,10 @@
-"""A small model that guesses what the large one will choose: its own pages, its own prefill, one short step per guess.
+"""A small model that drafts tokens for the large model, with separate pages and a separate prefill.
 
-Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023). The guesses are as good as the draft
-is; whether they are right is for the large model to say. So nothing here has to be exact, and nothing that goes wrong
-here can make an answer wrong: what the draft holds of a sequence is compared with its tokens each time it is used.
+Implements speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023). One short step computes
+each draft token, and the large model verifies it. The draft therefore need not be exact, and an error here cannot make
+a response wrong: the cached tokens of a sequence are compared with its actual tokens before each use.
 
-Belongs to the engine thread. Knows nothing of what becomes of its guesses, and no clock.
+Owned by the engine thread. The caller verifies the draft tokens. Uses no clock.
 
 Legend: B sequences, P pages of the longest of them, T tokens of a step, V vocabulary.
 """
@@ -39,7 +39,7 @@ REHEARSAL = object()
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """What the draft has computed of one sequence: its first `num_tokens` tokens, and then those of `guesses`."""
+    """Cached tokens of one sequence: its first `num_tokens` tokens, followed by `guesses`."""
 
     lease: PageLease
     num_tokens: int = 0
@@ -47,9 +47,9 @@ class _Memory:
 
 
 class _Lane:
-    """One token of each of B sequences through the model, again and again, in tensors that stay: a short step.
+    """A repeatable short step of one token for each of B sequences, with tensors at fixed addresses.
 
-    The next token's place and number are written into them; what does not change is prepared once.
+    Each step only writes the next token and its position. Everything else is prepared once.
     """
 
     def __init__(self, model: Model, pool: PagePool, num_sequences: int, num_pages: int) -> None:
@@ -63,7 +63,7 @@ class _Lane:
         arrays = (self._token_ids, self._positions, query_start, self._context_lens, self._page_tables, self._slots)
         host = [torch.from_numpy(array) for array in arrays]
         tokens, places, starts, lens, tables, mapping = there = [tensor.to(pool.data.device) for tensor in host]
-        # On a CPU these are the same memory.
+        # On a CPU, both lists contain the same memory.
         self._copies = [] if pool.data.device.type == "cpu" else [*zip(there, host, strict=True)]
         self._step = model.repeatable(
             tokens,
@@ -75,18 +75,18 @@ class _Lane:
         )
 
     def place(self, row: int, page_ids: SequenceOf[int], token_id: int, position: int) -> None:
-        """Says which token of which sequence the row is."""
+        """Assigns a token of a sequence to a row."""
         self._page_tables[row, : len(page_ids)] = page_ids
         self._move(row, token_id, position)
 
     def compute(self) -> torch.Tensor:
-        """Computes the tokens at their positions. Returns the next ones' logits, float32 [B, V], good for one call."""
+        """Runs the step. Returns the logits of the next tokens, float32 [B, V], valid until the next call."""
         for tensor, source in self._copies:
             tensor.copy_(source)
         return self._step.forward()
 
     def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Computes the tokens, and guesses for each row what follows it, as far as its limit says."""
+        """Runs the step repeatedly, and returns draft tokens for each row up to its limit."""
         if isinstance(self._step, KernelStep):
             return self._step.guess(draws, limits)
         chains = [Chain(limit) for limit in limits]
@@ -98,7 +98,7 @@ class _Lane:
             ]
             guessed = guess(self.compute(), at)
             open_rows = [row for row in open_rows if chains[row].add(guessed[row])]
-            # The other rows are computed as before, which writes what they hold already.
+            # The finished rows are recomputed, which writes the same values again.
             for row in open_rows:
                 self._move(row, guessed[row].token_id, int(self._positions[row]) + 1)
         return [chain.guesses for chain in chains]
@@ -112,13 +112,14 @@ class _Lane:
 
 
 class DraftModel:
-    """A loaded draft model and its KV cache, of which it never takes more than its pool has.
+    """A loaded draft model and its KV cache, which never exceeds its pool.
 
-    A cache: the least recently used sequence is evicted for one that needs pages, and is read again if it comes back.
+    If a sequence needs pages, the least recently used sequence is evicted. An evicted sequence is recomputed when it is
+    used again.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """The model, pool and allocator of `parts` are this object's from here on."""
+        """Takes ownership of the model, pool, and allocator of `parts`."""
         self._model = parts.model
         self._pool = parts.pool
         self._allocator = parts.allocator
@@ -129,20 +130,23 @@ class DraftModel:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages that hold something."""
+        """Pages in use."""
         return self._allocator.num_used_pages
 
     @property
     def num_pages(self) -> int:
-        """All pages."""
+        """Total number of pages."""
         return self._allocator.num_pages
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Returns the tokens of the sequence that must be computed before the next can be guessed; at least one."""
+        """Returns the number of tokens to compute before the next token can be drafted. At least 1."""
         return sequence.num_tokens - self._settle(sequence)
 
     def read(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Computes some of the tokens that are lacking, not the last one. False: there is no room."""
+        """Computes the next `num_tokens` missing tokens, which must exclude the last token of the sequence.
+
+        Returns False if no pages are free.
+        """
         start = self._settle(sequence)
         if not self._reserve([(sequence, start + num_tokens)]):
             return False
@@ -151,12 +155,12 @@ class DraftModel:
         return True
 
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
-        """Computes what is lacking of each but the last token, where there is room."""
+        """Computes all missing tokens except the last of each sequence that receives pages."""
         for place in self._reserve([(sequence, sequence.num_tokens) for sequence in sequences]):
             self._catch_up(sequences[place])
 
     def guess(self, sequences: SequenceOf[Sequence], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Computes what is lacking and guesses what follows each sequence; nothing where it has no room."""
+        """Computes missing tokens and drafts tokens for each sequence. Sequences without pages get no draft tokens."""
         wanted = [(each, each.num_tokens + limit.most - 1) for each, limit in zip(sequences, limits, strict=True)]
         places = self._reserve(wanted)
         found: list[list[Guess]] = [[] for _ in sequences]
@@ -177,26 +181,26 @@ class DraftModel:
         return found
 
     def rehearse(self) -> None:
-        """Reads and guesses once without a request, since the first time takes several times as long."""
+        """Runs one prefill and draft without a request, because the first run takes several times as long."""
         num_tokens = min(REHEARSED_TOKENS, self._allocator.num_pages * self._page_size // 2)
         sequence = Sequence(REHEARSAL, [0] * num_tokens, sampling=Sampling(max_tokens=num_tokens))
         self.guess([sequence], [Limit(num_tokens, [1.0] * LEVELS, 1.0, 0.0)])
         self.free(REHEARSAL)
 
     def free(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
         memory = self._memories.pop(key, None)
         if memory is not None:
             memory.lease.close()
 
     def check_integrity(self) -> None:
-        """Compares the books with the pages. Raises InvariantViolated where they contradict each other."""
+        """Checks the bookkeeping against the pages. Raises InvariantViolated if they are inconsistent."""
         self._allocator.check_integrity()
         if not self._memories and self._allocator.num_free_pages != self._allocator.num_pages:
             raise InvariantViolated("pages of the draft model are held by nobody")
 
     def _settle(self, sequence: Sequence) -> int:
-        """Keeps what is computed of the sequence's present tokens, never the last one. Returns how many those are."""
+        """Keeps cached tokens that match the sequence, except its last token. Returns their number."""
         memory = self._memories.get(sequence.sequence_id)
         if memory is None:
             return 0
@@ -210,7 +214,7 @@ class DraftModel:
         return memory.num_tokens
 
     def _reserve(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[int]:
-        """Gives sequences pages for their tokens, in this order; returns the places of those that have them."""
+        """Allocates pages for the sequences, in order. Returns the indices of the sequences that received pages."""
         for sequence, _ in wanted:
             memory = self._memories.pop(sequence.sequence_id, None) or _Memory(PageLease(self._allocator))
             self._memories[sequence.sequence_id] = memory
@@ -237,7 +241,7 @@ class DraftModel:
         self._memories[sequence.sequence_id].num_tokens = end
 
     def _forward(self, sequence: Sequence, start: int, end: int) -> None:
-        """Computes a part of a sequence, of which nothing is to be known."""
+        """Computes part of a sequence without logits."""
         positions = np.arange(start, end)
         page_ids = np.array(self._memories[sequence.sequence_id].lease.page_ids, np.int32)
         slots = page_ids[positions // self._page_size].astype(np.int64) * self._page_size
@@ -255,7 +259,7 @@ class DraftModel:
         self._model.forward(tokens, places, AttentionBatch(starts, lens, tables, mapping), self._pool.data, none)
 
     def _lane(self, sequences: SequenceOf[Sequence], positions: SequenceOf[int]) -> _Lane:
-        """Returns a lane with a token of each of these sequences."""
+        """Returns a lane with one token of each of these sequences."""
         page_ids = [self._memories[sequence.sequence_id].lease.page_ids for sequence in sequences]
         num_pages = max(MIN_LANE_PAGES, 1 << (max(map(len, page_ids)) - 1).bit_length())
         key = len(sequences), num_pages
@@ -273,8 +277,8 @@ def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, mem
     """Loads the draft of the model in `parts`, on the same device, with at most `memory_bytes` of KV pages.
 
     Raises:
-        ModelError: the folder cannot be served.
-        ConfigError: it has another vocabulary, or not a page fits into the memory.
+        ModelError: The directory cannot be served.
+        ConfigError: The vocabularies differ, or the memory is smaller than one page.
     """
     config = load_config(model_dir)
     if config.vocab_size != parts.model_config.vocab_size:

@@ -1,7 +1,7 @@
-"""Guesses what comes next from what a sequence has said before: prompt lookup (Saxena 2023), also known as n-gram.
+"""Drafts tokens from the earlier text of the sequence: prompt lookup (Saxena 2023), also known as n-gram.
 
-Text repeats itself: code its names, summaries their source, small models everything. Where the last tokens occurred
-before, what followed them then is proposed. No model, no torch.
+Text repeats itself: code repeats names, summaries repeat their source, and small models repeat most text. If the last
+tokens occurred before, the tokens that followed them are proposed. Must not import torch. Uses no model.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ import numpy as np
 
 MIN_MATCH_TOKENS = 2
 MAX_MATCH_TOKENS = 16
-"""Longer matches are as good as these."""
+"""Longest match that is counted. Longer matches predict no better."""
 NUM_PLACES = 8
-"""Number of the latest places of the last tokens that are compared."""
+"""Number of most recent earlier occurrences of the last tokens to compare."""
 
 
 class PromptLookup:
-    """The tokens of one sequence, to look its last ones up in. Costs a scan over its tokens, which numpy makes."""
+    """The tokens of one sequence, with lookup of its last tokens. Each lookup costs one numpy scan over the tokens."""
 
     def __init__(self) -> None:
         self._token_ids = np.empty(0, dtype=np.int64)
         self._num_tokens = 0
 
     def propose(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
-        """Returns what may follow `token_ids`, and how many of the last of them occurred before what it was taken from.
+        """Returns draft tokens to follow `token_ids`, and the length of the match from which they were copied.
 
-        `token_ids` are those of the last call and more. Nothing is proposed where fewer than MIN_MATCH_TOKENS match.
+        `token_ids` must extend the `token_ids` of the previous call. Returns no draft tokens if fewer than
+        MIN_MATCH_TOKENS match.
         """
         known = self._extend(token_ids)
         num_tokens = len(known)
         if num_tokens <= MIN_MATCH_TOKENS or max_tokens < 1:
             return [], 0
-        # Every place but the last whose token, with the one before it, equals the last two.
+        # Every position after an earlier occurrence of the last two tokens.
         is_match = (known[1:-1] == known[-1]) & (known[:-2] == known[-2])
         places = is_match.nonzero()[0][-NUM_PLACES:] + 2
         if not len(places):
@@ -41,7 +42,7 @@ class PromptLookup:
         lengths = [self._match_length(int(place)) for place in places]
         length = max(lengths)
         place = int(places[max(index for index, each in enumerate(lengths) if each == length)])
-        # What repeats itself until the end keeps repeating: behind the end come the proposals themselves.
+        # A match that reaches the end is a repetition, which is continued with the draft tokens themselves.
         period = num_tokens - place
         found: list[int] = known[place : place + max_tokens].tolist()
         return [found[index % period] for index in range(max_tokens)], length
@@ -57,7 +58,7 @@ class PromptLookup:
         return self._token_ids[:num_tokens]
 
     def _match_length(self, place: int) -> int:
-        """Returns how many tokens before `place` are those at the end, the same order."""
+        """Returns how many tokens before `place` equal the tokens at the end."""
         most = min(place, MAX_MATCH_TOKENS)
         before = self._token_ids[place - most : place]
         last = self._token_ids[self._num_tokens - most : self._num_tokens]

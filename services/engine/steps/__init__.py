@@ -1,4 +1,4 @@
-"""Plain data of a step: sequences, plans, outcomes, guesses.
+"""Plain data of a step: sequences, plans, outcomes, draft tokens.
 
-Computes nothing and knows no device.
+Contains no computation and does not depend on a device.
 """

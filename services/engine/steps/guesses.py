@@ -1,4 +1,4 @@
-"""What a draft model is asked and what it says: plain data, for its loop in the kernels and for the one in torch."""
+"""Input and output of a draft model as plain data, for the loop in the kernels and the loop in torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 LEVELS = 8
-"""Number of levels of how likely a guess is by the draft."""
+"""Number of levels into which the draft's probabilities are grouped."""
 
 
 class Guess(NamedTuple):
-    """A token, and how likely it is by the draft."""
+    """A draft token, and its probability according to the draft model."""
 
     token_id: int
     probability: float
 
     @property
     def level(self) -> int:
-        """The probability as a number below LEVELS."""
+        """The probability as an integer below LEVELS."""
         return min(LEVELS - 1, int(self.probability * LEVELS))
 
 
 class Draw(NamedTuple):
-    """How a token is chosen: the noise is that of `seed`, an unsigned 64-bit number, at `position`.
+    """Sampling parameters of one token. `seed` (unsigned 64-bit) and `position` determine the noise.
 
-    The likeliest token is chosen where the temperature is 0; top_k is 0 for all tokens.
+    A temperature of 0 selects the likeliest token. A top_k of 0 allows all tokens.
     """
 
     seed: int
@@ -36,10 +36,11 @@ class Draw(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """How far to guess for one sequence: at most `most` tokens, while one more is likely enough to be right.
+    """Limit on the draft tokens of one sequence: at most `most`, and fewer if another is unlikely to be accepted.
 
-    `chances` [LEVELS] says how likely a guess of each level is right if those before it are, `next` how likely one that
-    has not been made. Guessing continues while the chance that all are right, the next one too, is above `least`.
+    `chances` [LEVELS] is the probability, by level, that a draft token is accepted if all earlier ones are. `next` is
+    this probability for a draft token that does not exist yet. Drafting continues while the probability that all draft
+    tokens are accepted, including the next one, is above `least`.
     """
 
     most: int
@@ -49,7 +50,7 @@ class Limit(NamedTuple):
 
 
 class Chain:
-    """Guesses for one sequence."""
+    """Draft tokens of one sequence."""
 
     def __init__(self, limit: Limit) -> None:
         self.guesses: list[Guess] = []
@@ -57,7 +58,7 @@ class Chain:
         self._reached = 1.0
 
     def add(self, guess: Guess) -> bool:
-        """Takes one more; returns whether another is wanted."""
+        """Appends a draft token. Returns whether to draft another."""
         limit = self._limit
         self.guesses.append(guess)
         self._reached *= limit.chances[guess.level]

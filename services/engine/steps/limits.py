@@ -1,4 +1,4 @@
-"""How long a sequence may be and which tokens it may have; checked before any work. No torch."""
+"""Limits on the length and the tokens of a sequence, checked before any computation. Must not import torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.runtime.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Limits that a model and its page pool set to one sequence."""
+    """Limits that a model and its page pool impose on one sequence."""
 
     context_length_tokens: int
     vocab_size: int
@@ -17,14 +17,14 @@ class SequenceLimits:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Length of the longest sequence that the model computes and the pool holds."""
+        """Length of the longest sequence that fits into the model's context and the pool."""
         return min(self.context_length_tokens, self.num_pages * self.page_size)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuses a request that the model or the pool could never hold.
+        """Rejects a request that exceeds the model's context or the pool.
 
         Raises:
-            InvalidRequest: with the code context_length_exceeded and the numbers.
+            InvalidRequest: With the code context_length_exceeded and the numbers.
         """
         wanted = num_prompt_tokens + max_tokens
         if wanted <= self.max_sequence_tokens:
@@ -41,7 +41,7 @@ class SequenceLimits:
         )
 
     def check_token_ids(self, token_ids: Iterable[int], *, field: str = "prompt") -> None:
-        """Raises InvalidRequest naming the first token id that the model does not have."""
+        """Raises InvalidRequest for the first token ID outside the model's vocabulary."""
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What a step makes of the hidden states of prompts that are embedded. Changes no sequence; no torch."""
+"""Pools the hidden states of prompts that are embedded. Changes no sequence. Must not import torch."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -10,9 +10,9 @@ from services.engine.steps.step import NonFiniteLogits, PooledState, StepItem
 
 
 def pooled_rows(items: SequenceOf[StepItem], ends: np.ndarray) -> list[np.ndarray]:
-    """Returns, for each item that is pooled in this step, int64 [rows] of the tokens that are.
+    """Returns, for each item that is pooled in this step, the rows of its pooled tokens, int64 [rows].
 
-    `ends` are the rows at which the items end.
+    `ends` contains the end row of each item.
     """
     return [
         np.arange(end - item.num_pooled, end, dtype=np.int64)
@@ -22,9 +22,9 @@ def pooled_rows(items: SequenceOf[StepItem], ends: np.ndarray) -> list[np.ndarra
 
 
 def pooled_states(items: SequenceOf[StepItem], rows: np.ndarray | None) -> Iterator[PooledState | NonFiniteLogits]:
-    """Yields what becomes of each item that is pooled; `rows` [rows, hidden] are the states of all of them in order.
+    """Yields the pooled state of each pooled item. `rows` [rows, hidden] contains their hidden states in order.
 
-    None: no item is pooled.
+    `rows` is None if no item is pooled.
     """
     for item in items:
         if item.num_pooled and rows is not None:
@@ -37,8 +37,8 @@ def _pooled(sequence: Sequence, rows: np.ndarray) -> PooledState | NonFiniteLogi
         return NonFiniteLogits("the model's hidden states are not finite")
     if sequence.pooling == "last":
         return PooledState(rows[-1].copy())
-    before = sequence.pooled if sequence.num_computed_tokens else None  # None also once its pages were taken
+    before = sequence.pooled if sequence.num_computed_tokens else None  # also None after a preemption
     total = np.zeros_like(rows[0]) if before is None else before.copy()
-    for row in rows:  # One after the other: the sum is the same however the prompt was cut into chunks.
+    for row in rows:  # In token order, so that the sum does not depend on the chunks.
         total += row
     return PooledState(total)

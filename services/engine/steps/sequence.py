@@ -1,7 +1,7 @@
-"""One request's state in the engine: its tokens, how far they are computed, where their KV lies, how to sample.
+"""State of one request in the engine: its tokens, its progress, its page table, and its sampling parameters.
 
-Plain data: no torch, and a clock only for what its grammar takes. The engine thread owns every Sequence; the runner
-only reads it.
+Plain data. Must not import torch, and uses a clock only to measure the grammar. The engine thread owns every Sequence,
+and the runner only reads it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
-"""Which hidden states of a text make its embedding: that of its last token, or the mean of all."""
+"""Hidden states that form an embedding: the state of the last token, or the mean over all tokens."""
 
 
 class Sampling(SamplingParams, frozen=True, kw_only=True):
-    """How tokens are chosen and when the answer stops, checked at construction: InvalidRequest names the field."""
+    """Sampling parameters and stop conditions.
+
+    The constructor raises InvalidRequest with the name of an invalid field.
+    """
 
     stop_token_ids: frozenset[int] = frozenset()
-    """End the answer and are its last token; the model's end-of-sequence ids among them, unless they are ignored."""
+    """Tokens that end the response and are its last token. Includes the model's EOS tokens unless they are ignored."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -41,45 +44,46 @@ class Sampling(SamplingParams, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a choice depends on the tokens before it in other ways than through the model."""
+        """Whether a choice depends on earlier tokens other than through the model."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def finish_reason(self, num_generated_tokens: int, last_token_id: int) -> FinishReason | None:
-        """Says why an answer of this length, at least one token, ends with its last; None where it does not."""
+        """Returns why a response of this length (at least 1) ends with its last token, or None if it continues."""
         if num_generated_tokens > self.min_tokens and last_token_id in self.stop_token_ids:
             return "stop"
         return "length" if num_generated_tokens >= self.max_tokens else None
 
 
 class Grammar(Protocol):
-    """What form an answer must have, and how far it has come. It belongs to one sequence.
+    """Output constraint of one sequence, and the progress through it.
 
-    Its state follows from the tokens that it was given, and from nothing else.
+    The state depends only on the tokens that it has received.
     """
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of the answer it was given."""
+        """Number of response tokens that the grammar has received."""
         ...
 
     def advance(self, token_ids: SequenceOf[int]) -> None:
-        """Gives it the next tokens of the answer."""
+        """Advances the grammar by the next tokens of the response."""
         ...
 
     def allowed(self) -> bytes:
-        """Says which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
+        """Returns a bit mask of the allowed next tokens.
 
-        Those of tokens beyond the last byte are not. No bit is set where nothing can follow: a token before
-        was not allowed, or the grammar is too complex to continue with.
+        Token t is allowed if bit t % 8, of value 2^(t % 8), of byte t // 8 is set. Tokens beyond the last byte are not
+        allowed. No bit is set if no token can follow: an earlier token was not allowed, or the grammar is too complex
+        to continue.
         """
         ...
 
 
 class Sequence:
-    """Tokens of one attempt of a request and how far they have come.
+    """The tokens of one attempt of a request, and how many of them are computed.
 
-    `token_ids` is prompt + emitted (by earlier attempts) + generated. Everything after the prompt counts for
-    penalties, min_tokens and max_tokens, so a resumed sequence continues exactly as the first one would have.
+    `token_ids` is prompt + emitted (by earlier attempts) + generated. Everything after the prompt counts toward
+    penalties, min_tokens, and max_tokens, so a resumed sequence continues exactly like the original.
     """
 
     __slots__ = (
@@ -111,21 +115,21 @@ class Sequence:
         page_table: list[int] | None = None,
         grammar: Grammar | None = None,
     ) -> None:
-        """`page_table` is kept, not copied: a PageLease's `page_ids` may be passed and grow under the sequence.
+        """Stores `page_table` without copying it, so a PageLease's `page_ids` may be passed and may grow later.
 
-        `grammar` may have been given some of the emitted tokens already, or none.
+        `grammar` may already have received some or all of the emitted tokens.
         """
         self.sequence_id = sequence_id
         self.sampling = sampling
         self.grammar = grammar
         self.adapter = ""
-        """What the model is changed by; empty: nothing."""
+        """Name of the adapter applied to the model. Empty if there is no adapter."""
         self.pooling: Pooling | None = None
-        """How the prompt is embedded; None: it is answered. Nothing is sampled for one that is embedded."""
+        """Pooling of an embedding request, for which nothing is sampled. None if the request generates tokens."""
         self.pooled: np.ndarray | None = None
-        """What its steps have made of its hidden states so far, float32 [hidden]; see `PooledState`."""
+        """Hidden states pooled so far, float32 [hidden]. See `PooledState`."""
         self.mask_s = 0.0
-        """Seconds that the grammar has taken since `take_mask_s`."""
+        """Time spent in the grammar since the last `take_mask_s`, in seconds."""
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if not self.num_prompt_tokens:
@@ -135,7 +139,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.page_table: list[int] = page_table if page_table is not None else []
         self.prompt_report: PromptReport | None = None
-        """What is known of the prompt's tokens from the second on, where they are reported."""
+        """Report on the prompt tokens from the second token, if the request asks for it."""
         self._generated_counts: dict[int, int] = {}
         self._num_counted_tokens = self.num_prompt_tokens
         self._prompt_token_set: frozenset[int] | None = None
@@ -147,12 +151,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far; also the position of the next one."""
+        """Number of tokens so far, which is also the position of the next token."""
         return len(self.token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens after the prompt, those of earlier attempts included; also the index of the next one."""
+        """Number of tokens after the prompt, including earlier attempts, which is also the index of the next token."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -162,35 +166,38 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """The number of tokens at which it ends at the latest."""
+        """Maximum number of tokens of the sequence."""
         return self.num_prompt_tokens + (self.sampling.max_tokens if self.pooling is None else 0)
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the prompt's tokens are to be reported."""
+        """Whether steps report the prompt's tokens."""
         return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether all of the prompt must be computed, cached or not: pages hold no hidden states."""
+        """Whether the whole prompt must be computed even if it is cached, because pages contain no hidden states."""
         return self.reports_prompt or self.pooling == "mean"
 
     def append_token(self, token_id: int) -> None:
-        """Adds a chosen token. Its KV is computed by the next step."""
+        """Appends a sampled token. The next step computes its KV."""
         self.token_ids.append(token_id)
 
     def finish_reason(self) -> FinishReason | None:
-        """Says why the last token ends the sequence; None where it does not. An embedded one stops once computed."""
+        """Returns why the last token ends the sequence, or None if the sequence continues.
+
+        Embedding requests finish once their prompt is computed.
+        """
         if self.pooling is not None:
             return None if self.num_uncomputed_tokens else "stop"
         num_generated = self.num_generated_tokens
         return None if num_generated == 0 else self.sampling.finish_reason(num_generated, self.token_ids[-1])
 
     def allowed_tokens(self) -> bytes | None:
-        """Says which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
+        """Returns the allowed next tokens in the bits of `Grammar.allowed`, or None if there is no grammar.
 
-        The grammar is given the tokens that it lacks first, so that a resumed sequence has the same ones to choose from
-        as the one that it continues. Costs only what was added since the last call.
+        First advances the grammar by the tokens that it has not received, so that a resumed sequence has the same
+        choices as the original. Costs only the tokens added since the last call.
         """
         if self.grammar is None:
             return None
@@ -201,12 +208,12 @@ class Sequence:
         return allowed
 
     def take_mask_s(self) -> float:
-        """Returns the seconds that its grammar has taken since the last call."""
+        """Returns the seconds spent in the grammar since the last call."""
         mask_s, self.mask_s = self.mask_s, 0.0
         return mask_s
 
     def generated_counts(self) -> Mapping[int, int]:
-        """Returns how often each token occurs after the prompt. Costs only what was added since the last call."""
+        """Returns how often each token occurs after the prompt. Costs only the tokens added since the last call."""
         for token_id in self.token_ids[self._num_counted_tokens :]:
             self._generated_counts[token_id] = self._generated_counts.get(token_id, 0) + 1
         self._num_counted_tokens = len(self.token_ids)
@@ -220,10 +227,9 @@ class Sequence:
 
 
 class Lookahead:
-    """A sequence as it will be with more tokens, for code that chooses the token after them. The sequence is not
-    changed.
+    """View of a sequence with additional tokens, for choosing the token after them. Does not change the sequence.
 
-    Where it has a grammar, these must be tokens that it will have: a grammar only goes forward.
+    If the sequence has a grammar, pass only accepted tokens, because the grammar cannot move backward.
     """
 
     __slots__ = ("_sequence", "_token_ids", "num_generated_tokens", "num_tokens", "sampling")
@@ -236,7 +242,7 @@ class Lookahead:
         self.num_generated_tokens = sequence.num_generated_tokens + len(token_ids)
 
     def allowed_tokens(self) -> bytes | None:
-        """As of a Sequence."""
+        """Returns the allowed next tokens. See `Sequence.allowed_tokens`."""
         sequence, grammar = self._sequence, self._sequence.grammar
         if grammar is None:
             return None
@@ -250,16 +256,16 @@ class Lookahead:
         return allowed
 
     def generated_counts(self) -> Mapping[int, int]:
-        """As of a Sequence."""
+        """Returns how often each token occurs after the prompt."""
         counts = dict(self._sequence.generated_counts())
         for token_id in self._token_ids:
             counts[token_id] = counts.get(token_id, 0) + 1
         return counts
 
     def prompt_token_set(self) -> frozenset[int]:
-        """As of a Sequence."""
+        """Returns the distinct tokens of the prompt."""
         return self._sequence.prompt_token_set()
 
 
 Chooser = Sequence | Lookahead
-"""What a choice depends on, beside the logits."""
+"""Everything that a choice depends on, except the logits."""

@@ -1,4 +1,4 @@
-"""The plain description of one engine step and of its result; no torch, no policy."""
+"""Plain data that describes one engine step and its result. Must not import torch. Contains no policy."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from services.engine.steps.sequence import Sequence
 from services.runtime.errors import GrammarExhausted, TandemError
 
 PROMPT_ROWS = 64
-"""Tokens of reported prompts that are computed at a time, and in a step, for which all others in it wait:
-[64, V] logits are 80 MB of float64 for the largest vocabularies, a whole chunk's would be gigabytes."""
+"""Maximum number of tokens of reported prompts per step and per pass. The step's other items wait for them.
+[64, V] logits take 80 MB in float64 for the largest vocabularies. A whole chunk would take gigabytes."""
 
 
 class NonFiniteLogits(TandemError):
-    """The model gave NaN or plus infinity for a sequence, or ruled all tokens out: no token can be trusted."""
+    """The model's logits contain NaN or plus infinity, or all tokens are excluded: no token can be trusted."""
 
 
 class NothingAllowed(NonFiniteLogits, GrammarExhausted):
-    """A sequence's grammar allows no token, as one that is too complex to continue with: no fault of the worker."""
+    """A sequence's grammar allows no token, for example because it is too complex. The worker is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """Compute `token_ids[num_computed : num_computed + num_scheduled_tokens]` of one sequence.
+    """Computes `token_ids[num_computed : num_computed + num_scheduled_tokens]` of one sequence.
 
-    A token is sampled where that reaches the end of `token_ids`, unless `wants_token` is false. `proposed` are guesses
-    of what comes then: they are computed in the same pass, and a token is chosen behind each of them, too.
+    If this range reaches the end of `token_ids`, a token is sampled, unless `wants_token` is false. `proposed` contains
+    draft tokens for the next positions. They are computed in the same pass, and a token is also sampled after each.
     """
 
     sequence: Sequence
@@ -38,12 +38,12 @@ class StepItem:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the step gives a token for this sequence."""
+        """Whether the step samples a token for this sequence."""
         return self.wants_token and self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
 
     @property
     def num_pooled(self) -> int:
-        """Tokens whose hidden states enter the embedding: all of them for a mean, otherwise the prompt's last."""
+        """Number of tokens whose hidden states are pooled: all tokens for a mean, otherwise only the prompt's last."""
         pooling = self.sequence.pooling
         if pooling is None:
             return 0
@@ -52,34 +52,34 @@ class StepItem:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that go through the model for it."""
+        """Number of tokens that the model computes for this item."""
         return self.num_scheduled_tokens + len(self.proposed)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. A sequence occurs at most once."""
+    """The work of one step. Contains each sequence at most once."""
 
     items: list[StepItem] = field(default_factory=list)
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens of all items."""
+        """Total number of scheduled tokens."""
         return sum(item.num_scheduled_tokens for item in self.items)
 
     @property
     def reports_prompts(self) -> bool:
-        """Whether tokens of any prompt are reported."""
+        """Whether the step reports tokens of any prompt."""
         return any(item.sequence.reports_prompt for item in self.items)
 
 
 @dataclass(slots=True)
 class PromptReport:
-    """Natural logarithms of how likely the model found a prompt's tokens from the second on.
+    """Log-probabilities (natural) of a prompt's tokens, from the second token.
 
-    Columns, as an object for each of 100,000 candidates would take a tenth of a second to make: `logprobs` (doubles)
-    has one entry for each token, `top_token_ids` (32 bits) and `top_logprobs` (doubles) its `num_top` likeliest tokens,
-    the likeliest first, one token of the prompt after the other.
+    Stored as columns, because creating an object for each of 100,000 candidates would take a tenth of a second.
+    `logprobs` (doubles) has one entry per token. `top_token_ids` (32 bits) and `top_logprobs` (doubles) contain the
+    `num_top` likeliest tokens per prompt token, in descending order, for one prompt token after the other.
     """
 
     num_top: int
@@ -91,7 +91,7 @@ class PromptReport:
         return len(self.logprobs)
 
     def put(self, start: int, more: PromptReport) -> None:
-        """Has `more` follow the first `start` tokens, in the place of what followed them."""
+        """Replaces everything after the first `start` tokens with `more`."""
         assert more.num_top == self.num_top, "one prompt is asked for one number of candidates"
         self.logprobs[start:] = more.logprobs
         self.top_token_ids[start * self.num_top :] = more.top_token_ids
@@ -100,10 +100,11 @@ class PromptReport:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A chosen token. Logprobs are natural logarithms under the model's own distribution.
+    """A sampled token. Log-probabilities are natural, and use the model's distribution before any adjustment.
 
-    `logprob` and `top` (token id and logprob, likeliest first) are None and empty where `Sampling.logprobs` is None.
-    The first of an answer has what is reported of the prompt, where `Sampling.prompt_logprobs` asks for it.
+    If `Sampling.logprobs` is None, `logprob` is None and `top` is empty. Otherwise, `top` contains pairs of token ID
+    and log-probability in descending order. If `Sampling.prompt_logprobs` requests it, the first token of a response
+    contains the report of the prompt.
     """
 
     token_id: int
@@ -114,16 +115,17 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """What a step without a token for the sequence says of its prompt: of the tokens after those it computed."""
+    """Prompt report of a step without a sampled token. Covers the successors of the tokens that the step computed."""
 
     prompt: PromptReport
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What an item with proposals gave: each proposal that is what was chosen in its place, and the next choice.
+    """Result of an item with draft tokens: the accepted draft tokens, and the token sampled after them.
 
-    The last one is missing where it could not be made, or where a token before it ends the sequence. At least one.
+    Contains at least one token. The sampled token is missing if it cannot be chosen, or if an accepted token ends the
+    sequence.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -131,9 +133,10 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledState:
-    """What a step and those before it made of the hidden states of a prompt that is embedded, float32 [hidden].
+    """Pooled hidden states of an embedded prompt after this step and all earlier steps, float32 [hidden].
 
-    After the model's last norm: that of the last token, or the sum of those of all tokens so far, added in their order.
+    States are read after the model's last norm. The result is the state of the last token, or the sum of the states of
+    all tokens so far, added in order.
     """
 
     state: np.ndarray
@@ -145,20 +148,20 @@ StepOutcome = SampledToken | SampledTokens | PromptTokens | PooledState | NonFin
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome per item of the plan, in its order: a token, None where none was due, or why that sequence must fail.
+    """Outcome per item of the plan, in order: a token, None if no token was due, or the sequence's failure.
 
-    A failure is the sequence's own: the others' results stand. For a prompt that is reported each outcome has the part
-    that the step computed; `with_whole_prompt` puts them together.
+    A failure only affects its sequence. The results of the other sequences are valid. For a reported prompt, each
+    outcome contains the part that the step computed, and `with_whole_prompt` combines the parts.
     """
 
     outcomes: list[StepOutcome]
 
 
 def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
-    """Returns the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
+    """Returns the outcome of a step that began at token `start`. A first token receives the complete prompt report.
 
-    Until then they are kept with the sequence, as is what was pooled; what is computed once more takes the place of
-    what was kept. Nothing was proposed.
+    Until then, the sequence stores the partial reports and the pooled states. Recomputed tokens replace their earlier
+    entries. The item must have no draft tokens.
     """
     if isinstance(outcome, PooledState):
         sequence.pooled = outcome.state

@@ -1,4 +1,4 @@
-"""From a checkpoint to weights in memory, shared or split.
+"""Loads a checkpoint into memory, shared between processes or split across ranks.
 
-Knows no cache and no step.
+Does not depend on the cache or on steps.
 """

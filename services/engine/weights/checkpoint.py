@@ -1,4 +1,4 @@
-"""Reads tensors out of a folder's safetensors files; knows no architecture and never unpickles anything."""
+"""Reads tensors from the safetensors files of a directory. Independent of the architecture. Never unpickles."""
 
 import json
 import logging
@@ -21,16 +21,16 @@ SINGLE_NAME = "model.safetensors"
 _FLOAT_TYPES = ("F32", "BF16", "F16")
 _SUM_BYTES = 16
 TELL_EVERY_S = 5.0
-"""Time between two lines in the log that say how far reading is."""
+"""Time between two progress log lines, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """The tensors of one checkpoint folder, read through a memory map: only what is asked for comes from the disk.
+    """The tensors of one checkpoint directory, read on demand through a memory map.
 
-    Every row that is read enters the digest, so that `digest()` after loading names exactly the weights in use,
-    however they are split into files, and into parts that several processes have read.
+    Every row that is read is included in the digest. After loading, `digest()` therefore identifies exactly the weights
+    in use, however they are split into files, and however the reads are split among processes.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -55,12 +55,12 @@ class Checkpoint:
         rows: range | None = None,
         is_counted: bool = True,
     ) -> torch.Tensor:
-        """Returns the tensor `name` of exactly `shape`, or `rows` of its first axis, converted to `dtype`, on the CPU.
+        """Returns the tensor `name` on the CPU, or `rows` of its first axis, converted to `dtype`. Checks `shape`.
 
-        Each row must be counted once by its readers: for what others count, `is_counted` is false. A tensor of one
-        axis counts as a single row, whichever part of it is wanted.
+        Exactly one reader must count each row. Set `is_counted` to false for rows that other readers count. A tensor
+        with one axis counts as a single row, for any part of it.
 
-        Raises ModelError where it is missing, has another shape or is not a floating-point tensor.
+        Raises ModelError if the tensor is missing, has another shape, or has no floating-point dtype.
         """
         if name not in self._file_of:
             raise ModelError(
@@ -83,11 +83,11 @@ class Checkpoint:
         return (part[rows.start : rows.stop] if is_vector else part).to(dtype)
 
     def row_sums(self) -> dict[str, int]:
-        """Returns the sum over what was read and counted of each tensor: its header, with row 0, and its rows."""
+        """Returns, for each tensor, the sum over the hashes of its counted rows and, with row 0, of its header."""
         return dict(self._sums)
 
     def digest(self, others: Iterable[Mapping[str, int]] = ()) -> str:
-        """128 bits, in hex, over name, dtype, shape and bytes of every tensor that was read, here or by `others`."""
+        """Returns 128 bits, in hex, over name, dtype, shape, and bytes of all tensors read here or by `others`."""
         totals = dict(self._sums)
         for sums in others:
             for name, value in sums.items():
@@ -98,7 +98,7 @@ class Checkpoint:
         return str(digest.hexdigest())
 
     def close(self) -> None:
-        """Drops the memory maps; tensors that were read stay valid."""
+        """Closes the memory maps. Tensors that were read stay valid."""
         self._files.clear()
 
     def _map_tensors(self) -> dict[str, str]:
@@ -121,7 +121,7 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{path} is not a safetensors index: download the checkpoint again") from error
         for file in sorted(set(file_of.values())):
-            # A name with a folder in it could point anywhere on this machine.
+            # A name with a directory could refer to any file on this machine.
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ModelError(f"{path} names the file {file!r}, which is not a safetensors file of this folder")
             if not (self.folder / file).is_file():
@@ -153,7 +153,7 @@ class Checkpoint:
             )
 
     def _note_read(self, num_bytes: int) -> None:
-        """Notes `num_bytes` more, and now and then says in the log how far reading is."""
+        """Adds `num_bytes` to the bytes read, and periodically logs the progress."""
         self._num_read_bytes += num_bytes
         now_s = time.monotonic()
         if now_s - self._told_s < TELL_EVERY_S:
@@ -165,9 +165,9 @@ class Checkpoint:
         logger.info(LOADING, extra=told)
 
     def _count(self, name: str, header: str, rows: torch.Tensor, first_row: int) -> None:
-        """Adds hashes of rows [n, K], each with its number, so that the parts of several readers add up."""
+        """Adds the hashes of rows [n, K], each seeded with its row number, so that sums of several readers add up."""
         total = self._sums.get(name, 0) + (xxhash.xxh3_128_intdigest(header.encode()) if header else 0)
-        # One row at a time: xxhash holds the interpreter lock while it runs.
+        # Hash one row at a time, because xxhash holds the GIL while it runs.
         content = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
         width = rows.shape[1] * rows.element_size()
         for index in range(rows.shape[0]):

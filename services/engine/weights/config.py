@@ -1,4 +1,4 @@
-"""Reads and checks a checkpoint's `config.json`; knows nothing of tensors, torch or what a request is."""
+"""Reads and validates a checkpoint's `config.json`. Does not depend on tensors, torch, or requests."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from services.runtime.errors import ModelError
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""The shapes of models that this engine computes, in the words of config.json."""
+"""Supported model architectures, as named in config.json."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -20,7 +20,7 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
-    """The frequency bands of Llama 3.1's position scaling."""
+    """Frequency bands of Llama 3.1's rotary scaling."""
 
     factor: float
     low_freq_factor: float
@@ -30,11 +30,11 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the engine needs to know of a model; every value was checked.
+    """Validated model configuration.
 
-    `context_length_tokens` is the longest sequence (prompt and answer) that is computed exactly: the model's own
-    limit, or its sliding window where that is shorter. `dtype` is the checkpoint's own ("float32", "bfloat16" or
-    "float16"). `eos_token_ids` come from `generation_config.json` where it has them, else from `config.json`.
+    `context_length_tokens` is the longest sequence (prompt and response) that is computed exactly: the model's limit,
+    or its sliding window if that is shorter. `dtype` is the checkpoint's dtype ("float32", "bfloat16", or "float16").
+    `eos_token_ids` is read from `generation_config.json` if present there, otherwise from `config.json`.
     """
 
     architecture: str
@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all tensors of the architecture, of tied embeddings once."""
+        """Number of parameters of the architecture. Tied embeddings count once."""
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
         qkv = heads + 2 * self.num_kv_heads * self.head_dim
         layer = hidden * (qkv + heads) + 3 * hidden * self.intermediate_size + 2 * hidden
@@ -70,9 +70,9 @@ class ModelConfig:
 
 
 def load_config(model_dir: str | Path) -> ModelConfig:
-    """Reads `config.json` and `generation_config.json` of a checkpoint folder.
+    """Reads `config.json` and `generation_config.json` from a checkpoint directory.
 
-    Raises ModelError, in one sentence that says what to do, for a folder that is missing, holds only pickled weights,
+    Raises ModelError, with a message that states the fix, if the directory is missing, contains only pickled weights,
     or describes a model that this engine would not compute exactly.
     """
     folder = Path(model_dir)
@@ -84,7 +84,7 @@ def load_config(model_dir: str | Path) -> ModelConfig:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelError unless the folder looks like a safetensors checkpoint."""
+    """Raises ModelError unless the directory looks like a safetensors checkpoint."""
     if not folder.exists():
         raise ModelError(f"the model folder {folder} does not exist: give the path of a downloaded checkpoint")
     if not folder.is_dir():
@@ -103,13 +103,13 @@ def check_folder(folder: Path) -> None:
 
 
 def parse_config(raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Turns the content of `config.json` (and `generation_config.json`) into a checked ModelConfig.
+    """Validates the content of `config.json` and `generation_config.json`. Returns a ModelConfig.
 
-    Raises ModelError for what is missing, of the wrong type, or not supported.
+    Raises ModelError for values that are missing, of the wrong type, or unsupported.
     """
     architecture = _architecture(raw)
     if "auto_map" in raw:
-        # The folder brings Python code of its own; it is never run, the architecture's public definition is used.
+        # The directory contains Python code, which is never run. The public definition of the architecture is used.
         logger.warning("config.json has an auto_map: the checkpoint's own code is ignored")
     _refuse_what_would_be_wrong(raw)
     fields = _Fields(raw)
@@ -151,7 +151,7 @@ def parse_config(raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Typed access to a JSON object whose errors name the key and the rule."""
+    """Typed access to a JSON object. Errors contain the key and the rule."""
 
     raw: Mapping[str, Any]
 
@@ -212,7 +212,7 @@ def _refuse_what_would_be_wrong(raw: Mapping[str, Any]) -> None:
 
 def _default_head_dim(hidden_size: int, num_heads: int, raw: Mapping[str, Any]) -> int | None:
     if _architecture(raw) == "Qwen3ForCausalLM":
-        return 128  # the architecture's own default, whatever hidden_size is
+        return 128  # the default of the architecture for any hidden_size
     if raw.get("head_dim") is None and hidden_size % num_heads:
         raise ModelError(
             f"config.json: hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) "
@@ -222,7 +222,7 @@ def _default_head_dim(hidden_size: int, num_heads: int, raw: Mapping[str, Any]) 
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    # transformers 5 writes one object, transformers 4 wrote rope_theta and rope_scaling.
+    # transformers 5 writes one object. transformers 4 wrote rope_theta and rope_scaling.
     parameters = raw.get("rope_parameters")
     if parameters is None:
         parameters = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
@@ -250,7 +250,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
 
 
 def _context_length_tokens(raw: Mapping[str, Any], fields: _Fields) -> int:
-    """Returns the model's limit, or its sliding window: within one window full attention is the same computation."""
+    """Returns the model's limit or its sliding window. Within one window, full attention computes the same result."""
     limit = fields.count("max_position_embeddings")
     if not _has_sliding_layers(raw):
         return limit
@@ -268,7 +268,7 @@ def _has_sliding_layers(raw: Mapping[str, Any]) -> bool:
             raise ModelError(f"config.json: the layer type {unknown[0]!r} is not supported")
         return "sliding_attention" in layer_types
     is_mistral = _architecture(raw) == "MistralForCausalLM"
-    # Mistral's first release slides without saying so, and a Qwen only where it is told to.
+    # The first Mistral release uses sliding windows by default. Qwen models only use them if configured.
     window = raw.get("sliding_window", 4096 if is_mistral else None)
     if window is None or not raw.get("use_sliding_window", is_mistral):
         return False

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out once for the device they run on; knows nothing of layers or attention.
+"""Linear layers with weights in the layout of their device. Does not depend on other kinds of layers.
 
 Legend: T rows, K input features, N output features.
 """
@@ -14,7 +14,7 @@ from services.engine.kernels.library import Kernels, linear_args
 
 
 class LinearParts(NamedTuple):
-    """What a layer computes with, laid out as it wants it."""
+    """Sizes and tensors of a layer, in the layout that it computes with."""
 
     out_features: int
     in_features: int
@@ -23,14 +23,14 @@ class LinearParts(NamedTuple):
 
 
 class Linear(Protocol):
-    """`y = x @ weight.T + bias` for x [T, K], giving [T, N] in `out_dtype` (None: the dtype of x)."""
+    """Computes `y = x @ weight.T + bias` for x [T, K]. y is [T, N] in `out_dtype`, by default the dtype of x."""
 
     in_features: int
     out_features: int
 
     @property
     def parts(self) -> LinearParts:
-        """What it computes with: `of` makes the same layer of these."""
+        """Sizes and tensors of this layer. `of` builds an equal layer from them."""
         ...
 
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Linear(Protocol):
 
 
 class TorchLinear:
-    """The layer through `torch.nn.functional.linear`: any device, row results may depend on T."""
+    """Computes with `torch.nn.functional.linear` on any device. Results of a row may depend on T."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -48,12 +48,12 @@ class TorchLinear:
 
     @classmethod
     def of(cls, parts: LinearParts) -> TorchLinear:
-        """Returns the layer that has these parts."""
+        """Returns the layer with these parts."""
         return cls(parts.weight, parts.bias)
 
     @property
     def parts(self) -> LinearParts:
-        """See Linear."""
+        """Implements Linear."""
         return LinearParts(self.out_features, self.in_features, self._weight, self._bias)
 
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -62,10 +62,10 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """The layer through the CPU kernels: weights are packed once, and a row's result never depends on other rows."""
+    """Computes with the CPU kernels. Weights are packed once, and the result of a row never depends on other rows."""
 
     def __init__(self, kernels: Kernels, parts: LinearParts) -> None:
-        """`parts` as `pack_linear` gives them."""
+        """Expects `parts` in the layout that `pack_linear` creates."""
         self.out_features, self.in_features = parts.out_features, parts.in_features
         self.parts = parts
         self._kernels = kernels
@@ -77,7 +77,7 @@ class PackedLinear:
 
 
 def pack_linear(kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """Lay out a weight [N, K] and a bias for the CPU kernels."""
+    """Packs a weight [N, K] and a bias for the CPU kernels."""
     out_features, in_features = weight.shape
     packed_bias = None if bias is None else bias.float().contiguous()
     return PackedLinear(kernels, LinearParts(out_features, in_features, kernels.pack(weight), packed_bias))

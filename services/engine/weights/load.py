@@ -1,4 +1,4 @@
-"""The tensors of the architectures by name and shape, laid out for a device; knows nothing of computing with them."""
+"""Loads the architectures' tensors by name and shape, in the layout of a device. Does not compute with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from services.runtime.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder block. Query, key and value projections are one matrix, and so are gate and up."""
+    """One decoder block. The query, key, and value projections form one matrix, and so do gate and up."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -28,7 +28,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights, on the model's device and in its dtype."""
+    """All weights, on the model's device and in the model's dtype."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -38,7 +38,11 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class ShardWeights:
-    """One rank's part: `embedding` [its rows of the vocabulary, hidden] in the first stage, the head in the last."""
+    """One rank's part of the weights.
+
+    The first stage has `embedding` [the rank's rows of the vocabulary, hidden]. The last stage has the final norm and
+    the head.
+    """
 
     embedding: torch.Tensor | None
     layers: tuple[LayerWeights, ...]
@@ -48,9 +52,10 @@ class ShardWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacement:
-    """Where weights go and how linear layers are laid out there.
+    """Device and dtype of the weights, and the layout of linear layers.
 
-    `make_linear` takes a weight [N, K] and a bias, `linear_of` what an equal layer computes with.
+    `make_linear` creates a layer from a weight [N, K] and a bias. `linear_of` creates a layer from the parts of an
+    equal layer.
     """
 
     dtype: torch.dtype
@@ -60,7 +65,7 @@ class WeightPlacement:
 
 
 def load_weights(config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement) -> ModelWeights:
-    """Reads all tensors of the architecture. Raises ModelError where one is missing, misshapen or unexpected."""
+    """Reads all tensors of the architecture. Raises ModelError if one is missing, misshapen, or unexpected."""
     whole = load_shard(config, checkpoint, placement, Shard(SINGLE, 0))
     assert whole.embedding is not None
     assert whole.final_norm is not None
@@ -69,26 +74,26 @@ def load_weights(config: ModelConfig, checkpoint: Checkpoint, placement: WeightP
 
 
 def load_shard(config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, shard: Shard) -> ShardWeights:
-    """Reads a rank's part of the tensors, and no more. Raises ModelError as load_weights does.
+    """Reads only a rank's part of the tensors. Raises ModelError like load_weights.
 
-    Over all ranks together each row of the checkpoint is counted once in its digest.
+    Across all ranks, each row of the checkpoint is counted exactly once in its digest.
     """
     return _Loader(config, checkpoint, placement, shard).load()
 
 
 class _Loader:
-    """Reads the tensors of the architecture by name and lays them out for the device."""
+    """Reads the architecture's tensors by name, in the layout of the device."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, shard: Shard) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._placement = placement
         self._shard = shard
-        # Buffers of older checkpoints that the engine computes itself, and what is ignored by the architecture.
+        # Skip buffers of older checkpoints that the engine computes itself, and tensors that the architecture ignores.
         self._read = {name for name in checkpoint.names() if name.endswith(".rotary_emb.inv_freq")}
         if config.has_tied_embeddings:
             self._read.add("lm_head.weight")
-        # Embedding models are saved without what would choose a token, and then without the name of the rest.
+        # Embedding models are saved without a head, and without the "model." prefix.
         self._base = "" if "embed_tokens.weight" in checkpoint.names() else "model."
         self._read |= self._names_of_other_stages()
 
@@ -107,7 +112,7 @@ class _Loader:
         return ShardWeights(embedding, layers, final_norm, lm_head)
 
     def _names_of_other_stages(self) -> set[str]:
-        """Returns what the readers of the tensor check."""
+        """Returns the names of tensors that ranks of other stages check."""
         own = self._shard.layers(self._config)
         theirs = tuple(f"{self._base}layers.{index}." for index in range(self._config.num_layers) if index not in own)
         names = {name for name in self._checkpoint.names() if name.startswith(theirs)} if theirs else set()
@@ -151,7 +156,7 @@ class _Loader:
         )
 
     def _linear(self, names: list[str], cuts: list[tuple[int, range]], in_features: int, *, has_bias: bool) -> Linear:
-        """Returns the projections `names` as one matrix; and of each, the number of rows and which are wanted."""
+        """Returns the projections `names` as one matrix. `cuts` contains (total rows, rows to read) per projection."""
         weights, biases = [], []
         for name, (out_features, rows) in zip(names, cuts, strict=True):
             is_counted = not name.endswith((".k_proj", ".v_proj")) or self._shard.is_first_of_kv_group(self._config)
@@ -161,7 +166,7 @@ class _Loader:
         return self._placement.make_linear(torch.cat(weights), torch.cat(biases) if has_bias else None)
 
     def _tensor(self, name: str, *shape: int, rows: range | None = None, is_counted: bool = True) -> torch.Tensor:
-        """Returns a tensor, or rows of it. All ranks of a stage read one with one axis; the first one counts it."""
+        """Returns a tensor, or some of its rows. All ranks of a stage read vectors, and the first rank counts them."""
         self._read.add(name)
         is_counted = is_counted and (len(shape) > 1 or self._shard.tensor_rank == 0)
         tensor = self._checkpoint.tensor(name, shape, dtype=self._placement.dtype, rows=rows, is_counted=is_counted)

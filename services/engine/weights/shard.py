@@ -1,6 +1,6 @@
-"""Which part of a model each rank of a worker has; knows nothing of processes, tensors or how parts meet.
+"""Assigns parts of a model to the ranks of a worker. Does not depend on processes, tensors, or communication.
 
-Ranks are numbered from 0, stage by stage: rank = stage * tensor + tensor_rank. Rank 0 is the worker's own process.
+Ranks are numbered from 0, stage by stage: rank = stage * tensor + tensor_rank. Rank 0 is the worker's main process.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from services.runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How many processes share a model: `tensor` of them each layer, and `pipeline` stages the layers."""
+    """Number of processes per model: `tensor` processes share each layer, and `pipeline` stages share the layers."""
 
     tensor: int = 1
     pipeline: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the worker."""
+        """Number of processes of the worker."""
         return self.tensor * self.pipeline
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ConfigError where the model cannot be cut so."""
+        """Raises ConfigError if the model cannot be split this way."""
         if self.tensor < 1 or self.pipeline < 1:
             raise ConfigError(f"tensor_parallel ({self.tensor}) and pipeline_parallel ({self.pipeline}) are at least 1")
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -42,34 +42,34 @@ class Parallelism:
 
 
 SINGLE = Parallelism()
-"""One process does it all."""
+"""No parallelism: a single process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part. Every matrix is cut by rows (output features), so a part is one range of a file."""
+    """One rank's part. Every matrix is split by rows (output features), so a part is contiguous in the file."""
 
     parallelism: Parallelism
     rank: int
 
     @property
     def stage(self) -> int:
-        """Which of the pipeline's stages, from 0."""
+        """Index of the pipeline stage, from 0."""
         return self.rank // self.parallelism.tensor
 
     @property
     def tensor_rank(self) -> int:
-        """Place among the ranks of the stage, from 0."""
+        """Index among the ranks of the stage, from 0."""
         return self.rank % self.parallelism.tensor
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it takes tokens in."""
+        """Whether the stage reads tokens."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it gives logits out."""
+        """Whether the stage computes logits."""
         return self.stage == self.parallelism.pipeline - 1
 
     def layers(self, config: ModelConfig) -> range:
@@ -78,7 +78,7 @@ class Shard:
         return range(config.num_layers * self.stage // stages, config.num_layers * (self.stage + 1) // stages)
 
     def rows(self, size: int) -> range:
-        """Returns the rank's rows of a matrix with `size` of them."""
+        """Returns the rank's rows of a matrix with `size` rows."""
         return part_of(size, self.parallelism.tensor, self.tensor_rank)
 
     def heads(self, config: ModelConfig) -> range:
@@ -86,11 +86,11 @@ class Shard:
         return self.rows(config.num_heads)
 
     def num_kv_groups(self, config: ModelConfig) -> int:
-        """In how many ranges the KV heads are cut: fewer than ranks where these share one."""
+        """Returns the number of ranges of KV heads. It is less than the number of ranks if ranks share a KV head."""
         return min(self.parallelism.tensor, config.num_kv_heads)
 
     def kv_group(self, config: ModelConfig) -> int:
-        """Returns the rank's range of KV heads, that which its query heads attend to."""
+        """Returns the index of the rank's range of KV heads, to which its query heads attend."""
         return self.tensor_rank * self.num_kv_groups(config) // self.parallelism.tensor
 
     def kv_heads(self, config: ModelConfig) -> range:
@@ -98,11 +98,11 @@ class Shard:
         return part_of(config.num_kv_heads, self.num_kv_groups(config), self.kv_group(config))
 
     def is_first_of_kv_group(self, config: ModelConfig) -> bool:
-        """Returns whether no rank before it has the same KV heads."""
+        """Returns whether this is the first rank of the stage with these KV heads."""
         return self.tensor_rank * self.num_kv_groups(config) % self.parallelism.tensor == 0
 
 
 def part_of(size: int, num_parts: int, index: int) -> range:
-    """Part `index` of `size` rows: all parts are as long but the last ones, which may be shorter."""
+    """Returns part `index` of `size` rows. All parts are equally long, except that the last ones may be shorter."""
     longest = -(-size // num_parts)
     return range(min(size, longest * index), min(size, longest * (index + 1)))

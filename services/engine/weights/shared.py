@@ -1,21 +1,21 @@
-"""One copy of a model's weights for all processes of a host that serve the same files.
+"""Shares one copy of a model's weights between all processes of a host that serve the same files.
 
-A prefill and a decode worker of one machine, or of one GPU, compute with the same weights. The first reads the
-files and lays the weights out as it computes with them (packed, on a CPU) in memory that it hands to the others, a
-piece for each layer and one for the rest (`services.engine.weights.sharing` says how they meet). These start without
-reading or packing anything, and the host, its caches and a GPU hold the weights once.
+A prefill worker and a decode worker on one machine or one GPU compute with the same weights. The first process reads
+the files and writes the weights to shared memory in the layout that it computes with (packed, on a CPU): a piece for
+each layer, and one for the rest. `services.engine.weights.sharing` connects the processes. The other processes start
+without reading or packing weights, and the host, its page cache, and a GPU store the weights once.
 
-Whatever fails, a process reads its own: nothing but memory and time depends on sharing. What must not happen:
+If sharing fails, a process loads its own copy. Sharing only affects memory and load time. It prevents these errors:
 
-- *Weights of other files, or laid out otherwise.* The name under which they meet is a digest of where the files are, of
-  their sizes, times and inodes, of the dtype and what computes, of the device, and of the code that lays out. Files
-  that change while they are opened or read are not shared. The digest of what was read travels with the weights, and
-  workers compare it before they exchange pages.
-- *Weights that change.* Memory of the host is sealed before it is handed on, and refused where it is not; a GPU's
-  cannot be, and nothing of ours writes to it.
-- *Cores that reach across sockets for their weights.* Processes share what lies on the same memory nodes.
+- *Wrong weights or a wrong layout.* The name that connects processes is a digest of the files' paths, sizes, times, and
+  inodes, the dtype, the kernels, the device, and the code that creates the layout. Files that change while they are
+  opened or read are not shared. The digest of the weights is sent with them, and workers compare it before they
+  exchange pages.
+- *Weights that change.* Host memory is sealed before it is shared, and unsealed memory is rejected. GPU memory cannot
+  be sealed, but our code never writes to it.
+- *Access to weights on another socket.* Only processes that run on the same memory nodes share weights.
 
-Ranks of one worker do not share: each has a part of its own.
+Ranks of one worker do not share weights, because each rank has a different part.
 """
 
 from __future__ import annotations
@@ -54,31 +54,34 @@ Value = torch.Tensor | LinearParts | None
 
 
 class Memory(Protocol):
-    """Where shared weights lie. Both raise OSError; what they return lives as long as its last tensor."""
+    """Memory for shared weights. Both allocating methods raise OSError. Memory lives as long as its last tensor."""
 
     def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
-        """Has new memory, uint8 [num_bytes], filled; returns it, and a descriptor that the caller closes."""
+        """Allocates memory, uint8 [num_bytes], and calls `fill`.
+
+        Returns it with a descriptor that the caller closes.
+        """
         ...
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """Returns what another process made; the caller closes the descriptor."""
+        """Maps memory of another process. The caller closes the descriptor."""
         ...
 
     def tidy(self) -> None:
-        """Gives back what the allocator keeps of tensors that were moved."""
+        """Releases memory that the allocator retains after tensors were moved."""
         ...
 
 
 class HostMemory:
-    """Memory of the host, which nobody can write to once it is filled."""
+    """Host memory that is read-only for all processes once it is filled."""
 
     def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
-        """See Memory."""
+        """Implements Memory."""
         fd = os.memfd_create("tandem-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)  # what is not there is an error now, not the process's end later
+            os.posix_fallocate(fd, 0, num_bytes)  # raises if memory is unavailable, instead of a crash later
             fill(torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8))
-            # Fails where the memory is still mapped for writing.
+            # Fails if the memory is still mapped for writing.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
             return self.map(fd, num_bytes), fd
         except BaseException:
@@ -86,23 +89,24 @@ class HostMemory:
             raise
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """See Memory."""
+        """Implements Memory."""
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise OSError("the memory is not sealed")
-        # Private, but never written to: the same memory. Older kernels map nothing sealed as shared.
+        # A private mapping that is never written to uses the same memory. Older kernels reject shared mappings of
+        # sealed memory.
         memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return torch.frombuffer(memory, dtype=torch.uint8)
 
     def tidy(self) -> None:
-        """See Memory."""
-        with contextlib.suppress(AttributeError):  # of glibc only
+        """Implements Memory."""
+        with contextlib.suppress(AttributeError):  # only glibc has it
             ctypes.CDLL(None).malloc_trim(0)
 
 
 class GpuMemory:
-    """Memory of a GPU."""
+    """Shared memory of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         from services.engine.weights.mapped import CudaMemory
@@ -111,7 +115,7 @@ class GpuMemory:
         self._memory = CudaMemory(torch.cuda.current_device() if device.index is None else device.index)
 
     def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
-        """See Memory."""
+        """Implements Memory."""
         memory, fd = self._memory.make(num_bytes)
         try:
             fill(memory)
@@ -122,17 +126,17 @@ class GpuMemory:
         return memory, fd
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """See Memory."""
+        """Implements Memory."""
         return self._memory.map(fd, num_bytes)
 
     def tidy(self) -> None:
-        """See Memory."""
+        """Implements Memory."""
         torch.cuda.empty_cache()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights, the digest of what was read of the checkpoint, and what has to be closed when they are not served."""
+    """Loaded weights, the digest of the checkpoint data that was read, and the object to close once they are unused."""
 
     weights: ModelWeights
     digest: str
@@ -140,13 +144,13 @@ class LoadedWeights:
 
 
 class Files(NamedTuple):
-    """Which files a folder has now, and when each was changed."""
+    """The files of a directory, with their inodes, sizes, and modification times."""
 
     facts: tuple[tuple[str, int, int, int, int], ...]
 
     @classmethod
     def of(cls, folder: Path) -> Files:
-        """Raises OSError for a folder that cannot be read."""
+        """Returns the current files. Raises OSError if the directory cannot be read."""
         found = []
         for path in sorted(folder.resolve().iterdir()):
             if path.suffix in (".json", ".safetensors") and path.exists():
@@ -158,9 +162,9 @@ class Files(NamedTuple):
 def load_shared_weights(
     config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, *, arithmetic: str, files: Files
 ) -> LoadedWeights:
-    """Loads the weights, or maps those that another process of this user has loaded.
+    """Loads the weights, or maps the weights that another process of this user has loaded.
 
-    `files` are those of before anything of the checkpoint was opened. Raises ModelError as `load_weights` does.
+    `files` must be read before any file of the checkpoint is opened. Raises ModelError like `load_weights`.
     """
     sharing = None
     try:
@@ -197,7 +201,7 @@ def load_shared_weights(
 
 
 def _move_all(groups: list[list[Value]], memory: Memory, digest: str) -> list[Piece]:
-    """Moves one group after the other; what cannot be moved stays where it is. Raises OSError and RuntimeError."""
+    """Moves the groups one by one. On an error, the remaining groups stay in place. Raises OSError and RuntimeError."""
     pieces: list[Piece] = []
     try:
         for place in range(len(groups)):
@@ -216,7 +220,7 @@ def _close(pieces: Sequence[Piece]) -> None:
 
 
 def _take_apart(weights: ModelWeights) -> list[list[Value]]:
-    """Returns the values of each layer in the order of its fields, and the rest; nothing else holds them afterwards."""
+    """Returns the values of each layer in field order, and then the other values. No other references remain."""
     rest = [_parts(weights.embedding), _parts(weights.final_norm), _parts(weights.lm_head)]
     fields = [field.name for field in dataclasses.fields(LayerWeights)]
     return [[_parts(getattr(layer, name)) for name in fields] for layer in weights.layers] + [rest]
@@ -227,7 +231,7 @@ def _parts(value: torch.Tensor | Linear | None) -> Value:
 
 
 def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> ModelWeights:
-    """Returns the weights of `_take_apart`."""
+    """Rebuilds the weights from the result of `_take_apart`."""
 
     def whole(value: Value) -> Any:
         return placement.linear_of(value) if isinstance(value, LinearParts) else value
@@ -237,7 +241,7 @@ def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> Mode
 
 
 def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Value], Piece]:
-    """Copies the values to shared memory; returns them there, and what others need to find them."""
+    """Copies values to shared memory. Returns the values there, and the piece that lets other processes map them."""
     tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     offsets: dict[tuple[int, torch.Size], int] = {}
     num_bytes = 0
@@ -274,7 +278,7 @@ def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Val
 def _put_together(
     pieces: Sequence[Piece], memory: Memory, placement: WeightPlacement, *, num_layers: int
 ) -> tuple[ModelWeights, str]:
-    """Returns what another process has moved. Raises OSError, or ValueError for what is not ours."""
+    """Returns weights that another process has moved. Raises OSError, or ValueError for an invalid description."""
     if len(pieces) != num_layers + 1:
         raise ValueError(f"another process has {len(pieces)} pieces for {num_layers} layers and the rest")
     groups, digest = [], ""
@@ -308,14 +312,14 @@ def _values(described: dict[str, Any], data: torch.Tensor) -> list[Value]:
 
 
 def _name(files: Files, placement: WeightPlacement, arithmetic: str) -> str:
-    """Under which all processes meet whose weights would be the same bytes in the same place."""
+    """Returns the name that is equal for all processes whose weights would be the same bytes on the same device."""
     code = [(_HERE / name).read_bytes() for name in _LAYOUT_SOURCES]
     parts = (code, torch.__version__, os.getuid(), arithmetic, placement.dtype, _device_key(placement.device), files)
     return f"tandem-weights-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
 
 
 def _device_key(device: torch.device) -> str:
-    """Returns the GPU, or the memory nodes of the processor cores that this process may use."""
+    """Returns the GPU's UUID, or the memory nodes of the CPU cores that this process may use."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     cores = os.sched_getaffinity(0)
@@ -324,7 +328,7 @@ def _device_key(device: torch.device) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """Returns the numbers of a list as the kernel writes it: 0-3,8."""
+    """Parses a list in the kernel's format, for example 0-3,8."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,14 +1,15 @@
-"""Memory that the processes of a host have in common: one makes it, the others are given its file descriptors.
+"""Shares memory between the processes of a host: one process allocates it, and the others receive its descriptors.
 
-The process that binds a name first makes the memory and hands it to those that connect. The name is an abstract Unix
-socket, which the kernel frees with its process; the memory lives as long as anybody maps it. When the process with the
-name ends, one of those that have the memory takes the name, so that the next one to come still finds it.
+The first process to bind a name allocates the memory and sends it to each process that connects. The name is an
+abstract Unix socket, which the kernel frees when its process ends. The memory lives as long as any process maps it. If
+the process that owns the name ends, one of the processes that map the memory binds the name, so later processes still
+find it.
 
-A process that waits is told every second that there is something to wait for. One that hears nothing for `SILENCE_S`
-(the other process is stopped, or stuck) gives up and does without. Both sides check which user the other is: another
-user's process neither gets memory nor is believed.
+A waiting process receives a message every second while the memory is being prepared. If it receives nothing for
+`SILENCE_S` because the other process is suspended or stuck, it gives up and continues without sharing. Both sides check
+the user of their peer: a process of another user receives no memory, and its messages are ignored.
 
-Knows nothing of what the memory holds. Linux only; elsewhere joining fails.
+Does not interpret the content of the memory. Requires Linux. On other systems, `join` fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from services.runtime.descriptors import receive_fds
 
 SILENCE_S = 3.0
 WAIT_EVERY_S = 1.0
-_SEND_TIMEOUT_S = 1.0  # for a peer that does not read, while others wait to hear something
+_SEND_TIMEOUT_S = 1.0  # limit for a peer that does not read, while other peers wait
 _RETRY_S = 0.05
 _MAX_RETRIES = 100
 _MAX_DESCRIPTION_BYTES = 1 << 16
@@ -45,22 +46,22 @@ logger = logging.getLogger(__name__)
 
 
 class SharingFailed(OSError):
-    """There is nothing to be had from the others, nor are they to wait for this process."""
+    """The memory cannot be received from another process, and other processes must not wait for this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of memory, and what is in it (at most 64 KiB) in whatever words its users have agreed on."""
+    """A piece of memory, and a description of its content (at most 64 KiB) in a format chosen by the caller."""
 
     description: bytes
     fd: int
 
 
 class Sharing:
-    """This process's part in the memory behind one name. `join` first, then `offer` where it is the first."""
+    """This process's part in sharing the memory of one name. Call `join`, then `offer` if this process is the first."""
 
     def __init__(self, name: str) -> None:
-        """`name`: at most 100 ASCII characters; processes with different names have nothing to do with each other."""
+        """Expects `name` to be at most 100 ASCII characters. Processes with different names share nothing."""
         self._address = b"\0" + name.encode("ascii")
         self._pieces: tuple[Piece, ...] | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -68,9 +69,10 @@ class Sharing:
         self._thread: threading.Thread | None = None
 
     def join(self) -> tuple[Piece, ...] | None:
-        """Returns what another process has; waits while that makes it. None: it is for this one to make and offer it.
+        """Returns the pieces of another process. Waits while that process prepares them.
 
-        The descriptors stay this object's. Raises SharingFailed.
+        Returns None if this process is the first. It must then allocate the pieces and call `offer`. This object owns
+        the descriptors. Raises SharingFailed.
         """
         for _ in range(_MAX_RETRIES):
             listener = self._bind()
@@ -79,7 +81,7 @@ class Sharing:
                 return None
             sock = self._connect()
             if sock is None:
-                time.sleep(_RETRY_S)  # it has the name and does not listen yet, or just ended: nothing tells of either
+                time.sleep(_RETRY_S)  # the owner is not listening yet, or just ended: no event reports either
                 continue
             pieces = self._ask(sock)
             if pieces is not None:
@@ -89,12 +91,12 @@ class Sharing:
         raise SharingFailed("the processes with the memory come and go")
 
     def offer(self, pieces: Sequence[Piece]) -> None:
-        """Gives these to all that ask from now on. The descriptors are this object's."""
+        """Sends these pieces to all present and future peers that request them. This object owns the descriptors."""
         self._pieces = tuple(pieces)
         self._wake()
 
     def close(self) -> None:
-        """Leaves; what is mapped stays. Processes that wait for this one stop waiting."""
+        """Stops sharing. Mapped memory stays mapped. Processes that wait for this one stop waiting."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -114,7 +116,7 @@ class Sharing:
         self._wake_writer.send(b"\0")
 
     def _bind(self) -> socket.socket | None:
-        """Takes the name. None: another process has it."""
+        """Binds the name. Returns None if another process has bound it."""
         sock = _new_socket()
         try:
             sock.bind(self._address)
@@ -127,7 +129,10 @@ class Sharing:
         return sock
 
     def _connect(self) -> socket.socket | None:
-        """Reaches the holder of the name. None: no answer yet. Raises SharingFailed where it is another user."""
+        """Connects to the owner of the name.
+
+        Returns None if it does not accept. Raises SharingFailed for another user.
+        """
         sock = _new_socket()
         try:
             sock.settimeout(SILENCE_S)
@@ -141,7 +146,7 @@ class Sharing:
         return sock
 
     def _ask(self, sock: socket.socket) -> tuple[Piece, ...] | None:
-        """Returns what the other side has, when it has it. None: it ended before."""
+        """Requests the pieces and waits for them. Returns None if the other process ends first."""
         pieces: list[Piece] = []
         try:
             sock.send(_WANT)
@@ -189,7 +194,7 @@ class Sharing:
                 self._serve(listener)
 
     def _watch(self) -> socket.socket | None:
-        """Stays in touch with the present holder of the name, to hear of its end. None: nobody answers."""
+        """Connects to the current owner of the name, to detect its end. Returns None if the connection fails."""
         sock = self._connect()
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -200,7 +205,7 @@ class Sharing:
         return None
 
     def _has_ended(self, sock: socket.socket) -> bool:
-        """Waits until the other side ends, or until this one is closed."""
+        """Waits until the other process ends or this object is closed. Returns whether the other process ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -241,7 +246,7 @@ class Sharing:
                             waiting.add(peer)
                         elif not message:
                             drop(peer)
-                pieces = self._pieces  # once: it may be offered at any moment
+                pieces = self._pieces  # read once, because another thread may call `offer` at any time
                 for peer in list(waiting):
                     if not _give(peer, pieces):
                         drop(peer)
@@ -252,10 +257,10 @@ class Sharing:
 
 
 def _give(peer: socket.socket, pieces: tuple[Piece, ...] | None) -> bool:
-    """Sends what there is, or that it is to be waited for. False: the other side is gone, or does not read."""
+    """Sends the pieces, or a message to wait for them. Returns False if the peer has ended or does not read."""
     try:
         if pieces is None:
-            with contextlib.suppress(BlockingIOError):  # it has enough to read
+            with contextlib.suppress(BlockingIOError):  # the peer has unread messages
                 peer.send(_WAIT, socket.MSG_DONTWAIT)
             return True
         peer.send(_PIECES.pack(_MARK, len(pieces)))
@@ -277,7 +282,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     try:
         peer, _ = listener.accept()
     except OSError:
-        time.sleep(_RETRY_S)  # no descriptors are left, and the connection still asks for one
+        time.sleep(_RETRY_S)  # out of descriptors: the connection stays pending
         return None
     if _peer_uid(peer) != os.getuid():
         peer.close()
