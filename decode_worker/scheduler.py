@@ -112,7 +112,7 @@ class BatchScheduler:
     Each step computes one token of every decoding or replaying sequence. The rest of the budget computes local prompts
     in the order of ChunkScheduler. Decoding never waits for prompts, and prompts never starve because of decoding.
 
-    **Rank.** Sequences are ordered by class, then those that were in the batch before new ones, then by age. The queue
+    **Rank.** Sequences are ordered by class, then by whether they have been in the batch before, then by age. The queue
     for batch slots and pages follows this order. Preemption reverses it: the youngest sequence of the lowest class
     first.
 

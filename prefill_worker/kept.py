@@ -67,7 +67,7 @@ class KeptPrompts:
         return len(self._kept)
 
     def find(self, spec: AttemptSpec[Sampling]) -> Kept | None:
-        """Returns the retained pages that match `spec`, or None. Discards those of the request that do not match."""
+        """Returns the retained pages that match `spec`, or None. Discards pages of the request that do not match."""
         former = self._kept.get(spec.key.request_id)
         if former is not None and not former.fits(spec):
             self.forget(former)

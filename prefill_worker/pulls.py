@@ -1,8 +1,8 @@
-"""Prefix fetches: loads the beginning of a prompt from another worker's cache before the prompt is dispatched.
+"""Prefix fetches: loads the beginning of a prompt from another worker's cache before the prompt is admitted.
 
 On the event loop. A fetch only fills the cache of this worker. The prompt finds the fetched pages like the pages of an
-earlier prompt, and computes the rest, so a failed fetch never fails the attempt. During a fetch, its pages occupy a
-queue entry separate from the prompt, so that they are never pages of the prompt.
+earlier prompt, and computes the rest, so a failed fetch never fails the attempt. During a fetch, its pages have their
+own entry in the queue, so that they are never counted as pages of the prompt.
 
 A fetch has two ends. Its task ends with the commit, a failure, its timeout, or the end of the attempt. Its pages are
 freed at once if no transfer has reserved them. Otherwise they are freed when the transfer reports that nothing writes

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Wish(Generic[T]):
-    """One of several named choices. It is the first one unless `file` names another.
+    """One of several named choices. The first choice applies unless `file` names another.
 
     If the file is missing, the first choice applies. If it contains no valid name, for example during a write, nothing
     changes.

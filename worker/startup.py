@@ -86,7 +86,7 @@ class _Process:
     engines: dict[str, MakeEngine] = field(default_factory=dict)
 
     async def prepare(self, wanted: Life) -> None:
-        """Prepares a state while another one is served. Everything that may fail is done here.
+        """Prepares a state while another one is served, so that most failures occur before the change.
 
         Waits until Redis holds the record, because gateways use it to find the worker in its new state. Another model
         is only checked and not loaded, because memory may not suffice for both. Raises ConfigError or ModelError.
@@ -101,11 +101,10 @@ class _Process:
             await asyncio.to_thread(self.models.check, wanted.model)
 
     async def change(self, present: Life, wanted: Life, stop: asyncio.Event) -> tuple[Life, str]:
-        """Changes the state of the process.
+        """Changes the state of the process. Returns the state and its new incarnation.
 
-        Returns the new state and incarnation, or restores the present state on failure.
-
-        Raises ConfigError or ModelError if neither state is possible.
+        If the change fails, restores the present state under a new incarnation. Raises ConfigError or ModelError if
+        neither state is possible.
         """
         if wanted.model == present.model and wanted.role.name not in self.engines:
             await self.prepare(wanted)
