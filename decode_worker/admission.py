@@ -126,7 +126,7 @@ class AdmissionBook:
         self._resize(promise)
 
     def note_tokens(self, key: Hashable, num_answer_tokens: int) -> None:
-        """Records the current length of a response. Raises the estimate if the response exceeds it. O(1)."""
+        """Records the current length of a response. Increases the estimate if the response exceeds it. O(1)."""
         promise = self._promises.get(key)
         if promise is not None and num_answer_tokens >= promise.expected_tokens < promise.max_tokens:
             promise.expected_tokens = self._outlasting(num_answer_tokens, promise.max_tokens)

@@ -28,7 +28,7 @@ class Phase(Enum):
     HANDING_OVER = auto()
     """Paused, and its pages are being sent to another decode worker."""
     ENDED = auto()
-    """The gateway has received the result, or no longer waits for one."""
+    """The gateway has received the outcome, or no longer waits for one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +61,7 @@ class DecodeAttempt(EngineAttempt):
     _num_steps: int = 0
     """Counted only if the request is traced, like the next two fields."""
     _num_neighbours: int = 0
-    """Sum of the batch sizes of its steps, itself included."""
+    """Sum of the batch sizes of the attempt's steps, with this sequence included."""
     _max_batch: int = 0
     _span_events: list[Event] = field(default_factory=list)
     _num_preempted: int = 0

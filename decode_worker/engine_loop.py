@@ -1,7 +1,7 @@
 """The engine thread of a decode worker: reserves pages, runs the batch, and reports the result of each step.
 
 The thread that calls `step` owns all objects here. Messages, tasks, transfers, deadlines, and admissions belong to the
-event loop. Optional features (`decode_worker.features`) are plugged in, so this module does not depend on them.
+event loop. Features (`decode_worker.features`) plug in, so this module does not depend on them.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -32,13 +32,13 @@ from worker.engine import Advance, DecodeEngine, DecodeReport, Guesses, PausedSe
 
 
 class DecodeLoop(DecodeEngine):
-    """The sequences that the engine computes. Owns `pages` and `scheduler`; `scheduler` moves pages through `pages`.
+    """The sequences that the engine computes. Owns `pages` and `scheduler`. The scheduler moves pages through `pages`.
 
     If chunked prefill produces the same bits as decoding (`replays_in_chunks`), tokens that an earlier attempt emitted
     are recomputed in chunks. Otherwise they are recomputed one by one, as they were generated.
 
-    Pages are allocated on demand. If none is free, the scheduler preempts a sequence. It keeps its tokens, so that it
-    later resumes the same response.
+    Pages are allocated on demand. If none is free, the scheduler preempts a sequence. The preempted sequence keeps its
+    tokens, so that it later resumes the same response.
 
     The report of a step is sent after the next step has been prepared. The event loop shares the interpreter lock with
     this thread, so it handles the report while the model computes, and the engine does not wait.
@@ -132,10 +132,7 @@ class DecodeLoop(DecodeEngine):
         self._pages.close(key)
 
     def step(self) -> bool:
-        """Schedules a step, reports the previous one, computes the step, and applies it.
-
-        Returns whether work remains.
-        """
+        """Schedules a step, reports the previous one, computes, and applies it. Returns whether work remains."""
         speeds = self.speedometer
         began_unix_ns = self._clock.unix_ns()
         step = self._scheduler.next_step(
@@ -248,10 +245,7 @@ class DecodeLoop(DecodeEngine):
         return Advance(work.key, work.start, work.num_tokens, token_index, outcome, finish_reason, guesses)
 
     def _apply_proposed(self, work: Work, outcome: SampledTokens, proposal: Proposal) -> Advance:
-        """Applies the accepted draft tokens like sampled ones, and marks them as computed.
-
-        The KV of rejected tokens stays in the pages: the next step overwrites it before reading it.
-        """
+        """Applies the accepted draft tokens like sampled ones. The next step overwrites the KV of rejected tokens."""
         sequence = self._sequences[work.key]
         token_index = sequence.num_generated_tokens
         for token in outcome.tokens:

@@ -1,21 +1,18 @@
 """The event loop's side of a decode worker: the request lifecycle from admission to the last token.
 
-Lifetimes are scopes. A request does not run as a task, except while it is handed over to another decode worker.
-Everything that happens to a request arrives as a call, and every call that ends the request goes through `end`.
-A request holds two resources, which are released at different times:
+Lifetimes are scopes. A request has no task, except while it is handed over to another decode worker. Everything that
+happens to it arrives as a call, and every call that ends it goes through `end`. It holds two resources:
 
     the attempt: its table entry and deadline
-        From `_on_admit` until `end`: finished, failed, cancelled, superseded, deadline exceeded, session ended, or
-        engine broken.
+        From `_on_admit` until `end`, for any reason.
     its pages: the admission and pages of the pool
-        From `_on_admit` until `free`. Normally that is when the attempt ends. If a transfer writes into the pages, it
+        From `_on_admit` until `free`. Usually that is when the attempt ends. If a transfer writes into the pages, it
         is when the transfer calls `release`, which its abort triggers. If a transfer reads the pages, it is when the
         task of the transfer and its abort have ended.
 
 The party that cancels (a command, a newer attempt, a session that ended) reports the end itself, so this module emits
-nothing for it. It also emits nothing for a transfer that the prefill side cancelled, because the prefill worker has
-reported it. The table is the fence: a transfer, a commit, or an engine report for an attempt that is not in the table
-is rejected or dropped.
+nothing for it, nor for a transfer that the prefill side cancelled and reported. The table is the fence: a transfer, a
+commit, or an engine report for an attempt that is not in the table is rejected or dropped.
 
 Nothing here accesses tensors. The engine thread receives commands and sends reports.
 """
@@ -82,7 +79,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
     """Receives pages, generates tokens, and hands sequences over to other decode workers. Create it on the event loop.
 
     `arrivals` is the target of its LinkReceiver. `make_engine` receives the function that handles reports. `arrivals`
-    and the migration handler use the methods without an underscore.
+    and `_moves` use the methods without an underscore.
     """
 
     name = "decode worker"

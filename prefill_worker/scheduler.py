@@ -1,9 +1,9 @@
 """Decides which prompts may start. Pure bookkeeping.
 
 `PromptQueue` belongs to the event loop. It decides when a prompt allocates pages here and requests pages from the
-decode worker. services.scheduling.chunks composes the steps of the engine thread by the same rule: the better service
-class first (the lower number), and within a class the prompt with the fewest uncomputed tokens, bounded by the age of
-the others. Prompts that report log-probabilities have a separate queue, because they are computed in the background.
+decode worker. services.scheduling.chunks composes the engine's steps by the same rule: the better service class first
+(the lower number), then the prompt with the fewest uncomputed tokens, bounded by the age of the others. Prompts that
+report log-probabilities have a separate queue, because they are computed in the background.
 """
 
 from collections.abc import Hashable, Iterable
@@ -142,8 +142,7 @@ class PromptQueue:
     ) -> None:
         """Queues a prompt that fits into an empty pool. Raises Overloaded if the queue is full.
 
-        A prompt that is not ready counts toward the limit and joins its lane when `make_ready` is called. Other prompts
-        do not wait for it.
+        A prompt that is not ready counts toward the limit. Other prompts do not wait for it until `make_ready`.
         """
         self._check_new(key)
         assert 0 < size.num_pages <= self._num_pages, "the caller has checked that it fits"

@@ -3,11 +3,9 @@
 Lifetimes are scopes. An attempt acquires these resources, in this order:
 
     its table entry and its place in the queue
-        Released by `_ended`, which runs when the task of the attempt ends in any way, even if it was cancelled before
-        it started.
+        Released by `_ended`, which runs when its task ends in any way, even if it was cancelled before it started.
     page reservations and pages of the pool
-        Released by `_free`. It runs after `_ended` and after the abort of the transfer, because something may read the
-        pages until then.
+        Released by `_free`, after `_ended` and the abort of the transfer, because until then the pages may be read.
     a prefix fetch, which fills the cache
         See `prefill_worker.pulls`. It ends before the prompt is admitted.
     a transfer, and pages at the decode worker
@@ -219,8 +217,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             await attempt.has_turn.wait()
         if not self._links.has_link(attempt.decode_address, attempt.decode_incarnation):
             self.emit(attempt, worker_pb2.OpeningLink())
-        # Pages are requested before anything is computed: if the prompt crashes this worker, the decode worker can
-        # report which attempt was running.
+        # Requested before the computation: if the prompt crashes this worker, the peer can report which attempt ran.
         transfer = attempt.transfer = await self._links.ask(
             attempt.decode_address,
             attempt.decode_incarnation,

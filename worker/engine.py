@@ -146,9 +146,9 @@ class CachedPrefix:
 class ComputedChunk:
     """The effect of a step on one prompt.
 
-    `page_ids` are the pages that the step completed, starting at index `first_page` of the prompt's page table. On the
-    last chunk, `outcome` is the first token, a sampling failure, or None if the caller already has the token. For an
-    embedding request it is the pooled state. `finish_reason` is set if the first token is also the last.
+    `page_ids` are the pages that the step completed, from index `first_page` of the prompt's page table. On the last
+    chunk, `outcome` is the first token, a sampling failure, the pooled state of an embedding request, or None if the
+    caller has the token. `finish_reason` is set if the first token is also the last.
     """
 
     key: Hashable
@@ -183,15 +183,14 @@ class PrefillEngine(Engine):
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:
         """Removes a prompt and releases its pages, computed or not. Ignores unknown keys.
 
-        If `is_kept`, all pages of the prompt are computed. Their content is retained until `take_kept` or `drop_kept`
-        is called, or until they are evicted.
+        If `is_kept`, all its pages are computed, and are retained until `take_kept`, `drop_kept`, or eviction.
         """
 
     @abstractmethod
     def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
-        """Transfers the pages retained under `kept_key` to `key`. The caller releases `key`.
+        """Transfers the pages retained under `kept_key` to `key`, for release by the caller.
 
-        Returns None if a page was evicted.
+        None if one was evicted.
         """
 
     @abstractmethod

@@ -1,7 +1,6 @@
 """The shared logic of both workers between their sessions and their engine thread.
 
-Does not depend on a role or a specific engine. Subclasses define the attempts of their role and how they end.
-`worker.engine` defines the engine interface.
+Independent of the role and the engine: subclasses define attempts, and `worker.engine` the engine interface.
 """
 
 import asyncio
@@ -78,9 +77,9 @@ class Around:
 
 
 class EngineWorker(ABC, Generic[A]):
-    """Attempts, sessions with gateways, and an engine thread.
+    """Attempts, sessions with gateways, and an engine thread, whose failure ends the worker.
 
-    If the engine fails, the worker does. Create it on the event loop.
+    Create it on the event loop.
     """
 
     name: ClassVar[str]

@@ -163,12 +163,9 @@ async def serve_until_drained(
     The worker becomes ready once Redis has its record, without which gateways cannot find it, and a gateway has
     connected. If none connects within FIRST_SESSION_S, it becomes ready anyway. Waiting matters for a rolling update
     that stops the next worker when this one is ready: the gateways then have a worker that they know. Losing Redis or a
-    gateway later changes nothing.
-
-    After `drain_timeout_s` of draining, the remaining requests fail. If a change is withdrawn during the drain, the
-    worker becomes ready again.
-
-    `server` must have started. Closes the worker and the server in any case. Raises the worker's failure.
+    gateway later changes nothing. After `drain_timeout_s` of draining, the remaining requests fail. If a change is
+    withdrawn during the drain, the worker becomes ready again. `server` must have started. Closes the worker and the
+    server in any case. Raises the worker's failure.
     """
     background, telling = [asyncio.create_task(_watch_engine(worker))], []
     if lease is not None:
