@@ -137,10 +137,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         )
 
     async def wait_idle(self) -> None:
-        """Waits until every attempt has ended and its pages are free.
-
-        Each attempt has a deadline, so the wait is bounded.
-        """
+        """Waits until every attempt has ended, at its deadline at the latest, and its pages are free."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
@@ -260,10 +257,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         self.end(attempt, "failed", error, answer=failed(error))
 
     def end(self, attempt: DecodeAttempt, outcome: str, reason: TandemError, *, answer: Payload | None = None) -> None:
-        """Ends an attempt.
-
-        Later calls have no effect. Its pages are freed now, or when their transfer releases them.
-        """
+        """Ends an attempt, once. Its pages are freed now, or when their transfer releases them."""
         if attempt.phase is Phase.ENDED:
             return
         attempt.phase = Phase.ENDED

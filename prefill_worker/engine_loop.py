@@ -112,8 +112,7 @@ class PrefillLoop(PrefillEngine):
         result = self._runner.run(plan)
         computed = tuple(map(self._apply, chunks, result.outcomes))
         self._report(start_unix_ns, computed)
-        # The time of a step includes all its work on this thread. Steps that report prompts take longer and are
-        # excluded.
+        # The time of a step includes all its work on this thread. Steps that report prompts are slower and excluded.
         end_s = self._clock.monotonic()
         if is_usual:
             work = [(chunk.start, chunk.num_tokens, True) for chunk in chunks]

@@ -90,8 +90,7 @@ class PromptQueue:
     running step, and late enough not to hold pages of a decode worker while waiting. A short prompt can therefore start
     while a long one runs. No prompt overtakes another that waits only for pages.
 
-    Prompts that report log-probabilities wait only for each other and for pages. Other prompts never wait for their
-    tokens.
+    Prompts that report log-probabilities wait only for each other and for pages. Other prompts never wait for them.
 
     Bound: a prompt is *due* when it is the oldest waiting prompt of its class and `patience_tokens` tokens of its class
     have been admitted since it became the oldest. It is then admitted next, and only older prompts count as scheduled
@@ -200,10 +199,7 @@ class PromptQueue:
         return self._reported if size.is_reported else self._usual
 
     def computed(self, key: Hashable, num_tokens: int) -> None:
-        """Records computed tokens of a prompt.
-
-        Ignores prompts that have left, because their last step may still be running.
-        """
+        """Records computed tokens of a prompt. Ignores prompts that left while their step was running."""
         inside = self._inside.get(key)
         if inside is not None:
             inside.num_uncomputed -= num_tokens

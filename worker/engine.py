@@ -175,8 +175,7 @@ class PrefillEngine(Engine):
     def begin(self, sequence: Sequence, *, salt: bytes, service_class: int = DEFAULT_CLASS) -> CachedPrefix:
         """Allocates all pages of a prompt and queues it. Returns its cached prefix.
 
-        Pages are shared between prompts with the same `salt`. Raises NoFreePages, which the caller's reservations
-        prevent.
+        Pages are shared between prompts with the same `salt`. Raises NoFreePages, which reservations prevent.
         """
 
     @abstractmethod
@@ -188,10 +187,7 @@ class PrefillEngine(Engine):
 
     @abstractmethod
     def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
-        """Transfers the pages retained under `kept_key` to `key`, for release by the caller.
-
-        None if one was evicted.
-        """
+        """Transfers the pages retained under `kept_key` to `key`. Returns None if a page was evicted."""
 
     @abstractmethod
     def drop_kept(self, key: Hashable) -> None:
@@ -242,8 +238,7 @@ class Advance(NamedTuple):
 class PausedSequence(NamedTuple):
     """A sequence that was removed from the batch. It does not change until `unpause`.
 
-    `page_ids` hold the KV of its first `num_computed_tokens` tokens, which are all tokens except the last
-    (`next_token_id`).
+    `page_ids` hold the KV of its first `num_computed_tokens` tokens: all tokens except the last, `next_token_id`.
     """
 
     key: Hashable
