@@ -1,4 +1,4 @@
-"""Takes pages in and generates tokens by continuous batching.
+"""Receives KV pages and generates tokens with continuous batching.
 
-Knows no gateway's queue or routing, and no prefill worker but as the sender of a handoff.
+Does not depend on the gateway's queue or routing. Prefill workers appear only as senders of a handoff.
 """

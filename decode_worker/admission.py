@@ -1,6 +1,6 @@
-"""Decides which requests a decode worker lets in, by what their answers are expected to need: pure bookkeeping.
+"""Admission control of a decode worker, based on the expected length of responses.
 
-Belongs to the event loop. Knows no tensor, no clock, no thread and no message.
+Runs on the event loop. Has no dependency on tensors, clocks, threads, or messages.
 """
 
 import math
@@ -13,34 +13,34 @@ from services.scheduling.chunks import DEFAULT_CLASS
 
 NUM_CLASSES = 5
 FORGET = 1 / 32
-"""Weight of one ended answer in the mean of all."""
+"""Weight of one finished response in the running mean."""
 MIN_ANSWERS = 8
-"""Until this many have ended, an answer is expected to take half of what it may."""
+"""Number of finished responses before the mean is used. Until then, a response is expected to use half its maximum."""
 OUTLAST = 1.5
-"""An answer that outlasts what was expected of it is expected to take this many times what it has."""
+"""Factor by which the expected length grows when a response exceeds it."""
 
 
 def watermark_pages(num_pages: int) -> int:
-    """Pages of a pool that are left alone when something enters, so that those inside can grow."""
+    """Returns the number of pages that stay free when a sequence enters, so that running sequences can grow."""
     return max(1, num_pages // 100)
 
 
 class AnswerLengths:
-    """Learns from answers that ended how many tokens answers have: the mean, and the mean deviation from it."""
+    """Learns the length of responses: the running mean and the mean absolute deviation, in tokens."""
 
     def __init__(self) -> None:
         self._num = 0
         self._mean = self._deviation = 0.0
 
     def note(self, num_tokens: int) -> None:
-        """Notes an answer that ended by itself with this many tokens."""
+        """Records the length of a response that ended before its limit, in tokens."""
         self._num += 1
         weight = max(FORGET, 1 / self._num)
         self._deviation += weight * (abs(num_tokens - self._mean) - self._deviation) if self._num > 1 else 0.0
         self._mean += weight * (num_tokens - self._mean)
 
     def expected(self, max_tokens: int) -> int:
-        """Returns the tokens to count an answer of at most `max_tokens` for: the mean and one mean deviation."""
+        """Returns the expected length of a response of at most `max_tokens`: the mean plus one mean deviation."""
         expected = self._mean + self._deviation if self._num >= MIN_ANSWERS else max_tokens / 2
         return min(max_tokens, max(1, math.ceil(expected)))
 
@@ -55,15 +55,16 @@ class _Promise:
 
 
 class AdmissionBook:
-    """Lets requests in as long as what they are expected to need is free.
+    """Admits requests as long as the pages that they are expected to need are free.
 
-    The rule: a request is counted with the pages of its prompt and of the answer that is expected (AnswerLengths; more
-    once it has outlasted that). One of class c is admitted if, with it, the requests of class c and more urgent ones
-    are fewer than `max_admitted` and their pages, and the watermark, fit into the pool; less urgent ones do not count,
-    since they are preempted. The only one of its class and more urgent ones is always admitted: the caller has checked
-    that its worst case fits when it is alone. With `is_optimistic` false everything counts for its worst case.
+    A request counts with the pages of its prompt and of its expected response (AnswerLengths, or more once the response
+    exceeds that length). A request of class c is admitted if two conditions hold for the requests of class c and of
+    more urgent classes, itself included. They are at most `max_admitted`, and their pages plus the watermark fit into
+    the pool. Less urgent requests do not count because they are preempted. If no request of class c or of a more urgent
+    class is admitted, the request is always admitted: the caller has checked that its worst case fits into an otherwise
+    empty pool. If `is_optimistic` is false, every request counts with its worst case.
 
-    A promise stands until it is withdrawn: pages that the request has taken by then are part of it.
+    A promise lasts until it is withdrawn. It includes the pages that the request already holds.
     """
 
     def __init__(self, *, num_pages: int, page_size: int, max_admitted: int, is_optimistic: bool = True) -> None:
@@ -78,22 +79,22 @@ class AdmissionBook:
         self._num_by_class = [0] * NUM_CLASSES
 
     def __len__(self) -> int:
-        """Requests with a promise."""
+        """Returns the number of admitted requests."""
         return len(self._promises)
 
     @property
     def promised_pages(self) -> int:
-        """Pages that all are expected to need, taken ones included."""
+        """Returns the number of pages that all admitted requests are expected to need, held pages included."""
         return sum(self._pages_by_class)
 
     @property
     def pages_by_class(self) -> tuple[int, ...]:
-        """Pages that all of a service class are expected to need, for each class."""
+        """Returns the expected pages of the admitted requests, by service class."""
         return tuple(self._pages_by_class)
 
     @property
     def num_by_class(self) -> tuple[int, ...]:
-        """Requests with a promise, for each service class."""
+        """Returns the number of admitted requests, by service class."""
         return tuple(self._num_by_class)
 
     def promise(
@@ -105,7 +106,7 @@ class AdmissionBook:
         num_emitted_tokens: int = 0,
         service_class: int = DEFAULT_CLASS,
     ) -> None:
-        """Lets a request in. Raises Overloaded or NoFreePages when it cannot be let in now."""
+        """Admits a request. Raises Overloaded or NoFreePages if it cannot be admitted now."""
         assert key not in self._promises, "a request is admitted once"
         worst = num_pages_for(num_prompt_tokens + max_tokens, self._page_size)
         assert worst <= self._num_pages, "the caller has checked that the request can ever fit"
@@ -125,18 +126,18 @@ class AdmissionBook:
         self._resize(promise)
 
     def note_tokens(self, key: Hashable, num_answer_tokens: int) -> None:
-        """Notes how long an answer is now: one that outlasts what was expected counts for more. O(1)."""
+        """Records the current length of a response. Increases the estimate if the response exceeds it. O(1)."""
         promise = self._promises.get(key)
         if promise is not None and num_answer_tokens >= promise.expected_tokens < promise.max_tokens:
             promise.expected_tokens = self._outlasting(num_answer_tokens, promise.max_tokens)
             self._resize(promise)
 
     def note_end(self, num_answer_tokens: int) -> None:
-        """Notes an answer that ended by itself: what is expected of the next ones follows it."""
+        """Records the length of a response that ended before its limit. Later estimates include it."""
         self._answers.note(num_answer_tokens)
 
     def withdraw(self, key: Hashable) -> None:
-        """Ends a promise; the request holds no page now. Unknown keys are ignored."""
+        """Ends a promise. The request must not hold pages. Ignores unknown keys."""
         promise = self._promises.pop(key, None)
         if promise is not None:
             self._num_by_class[promise.service_class] -= 1

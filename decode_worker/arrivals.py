@@ -1,8 +1,8 @@
-"""The receiving side of a handoff: pages are set aside, arrive, and are committed or given back. On the event loop.
+"""The receiving side of a handoff: reserves pages, receives them, and commits or frees them. On the event loop.
 
-A reservation holds pages from RECEIVING on, and a transfer may write into them until it says that nothing does
-(`release`), also when the attempt has ended meanwhile. The fence is the worker's table: a transfer or a commit of an
-attempt that is not in it is refused.
+A reservation holds pages from RECEIVING on. A transfer may write into them until it calls `release`, even if the
+attempt ends earlier. The worker's table of attempts is the fence: a transfer or a commit for an attempt outside that
+table is rejected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Attempts whose pages a transfer holds or waits for, ended or not: the ReceiveTarget of a LinkReceiver."""
+    """Attempts whose pages a transfer holds or waits for, ended or not. Implements ReceiveTarget."""
 
     def __init__(self, worker: DecodeWorker, engine: DecodeEngine) -> None:
         self._worker = worker
@@ -36,15 +36,15 @@ class Arrivals:
         """Reservations that wait for pages."""
 
     def attach(self, receiver: LinkReceiver) -> None:
-        """Names the receiver whose target this is; before the first session."""
+        """Sets the receiver that uses this target. Call it before the first session."""
         self._receiver = receiver
 
     def __contains__(self, key: object) -> bool:
-        """Whether a transfer holds the attempt's pages or waits for them."""
+        """Returns whether a transfer holds the attempt's pages or waits for them."""
         return key in self._receiving
 
     async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
-        """Sets the prompt's pages aside. Raises TransferFailed for an attempt that does not wait for pages here."""
+        """Reserves the pages of the prompt. Raises TransferFailed if the attempt does not wait for pages here."""
         key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
         attempt = self._worker.find(key)
         if attempt is None or attempt.phase is not Phase.ADMITTED:
@@ -67,9 +67,9 @@ class Arrivals:
             )
         )
         try:
-            # Should the attempt end meanwhile, the transfer is told so and gives the pages back through `release`.
+            # If the attempt ends during the wait, its transfer is aborted and frees the pages through `release`.
             reserved = await self._reserved(await asyncio.shield(asyncio.wrap_future(asking)))
-        except RequestCancelled:  # it has ended while it waited for pages
+        except RequestCancelled:  # the attempt ended while it waited for pages
             await self.release(transfer_id, TransferFailed("the attempt has ended"))
             raise
         except Exception as error:
@@ -85,7 +85,7 @@ class Arrivals:
             self._reserving.discard(given)
 
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
-        """Puts the sequence in line for the batch. Raises where the attempt has ended or the seal contradicts it."""
+        """Queues the sequence for the batch. Raises if the attempt has ended or the seal contradicts it."""
         key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
         attempt = self._worker.find(key)
         if attempt is None or key not in self._receiving:
@@ -101,7 +101,7 @@ class Arrivals:
         self._worker.start(attempt, num_computed_tokens=num_tokens, emitted_token_ids=emitted)
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Frees the pages of a transfer that ended without a commit, when nothing writes to them any longer."""
+        """Frees the pages of a transfer that ended without a commit. Call it once nothing writes to them."""
         key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
         attempt = self._receiving.pop(key, None)
         if attempt is None:
@@ -112,27 +112,27 @@ class Arrivals:
             self._worker.end(attempt, "failed", error, answer=_answer(error))
 
     async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Ends an attempt whose sender had given the transfer up before it heard of the commit: nobody waits for it."""
+        """Ends an attempt whose sender aborted the transfer before the commit reached it. The result is not needed."""
         attempt = self._worker.find(AttemptKey(transfer_id.request_id, transfer_id.attempt))
         if attempt is not None:
             self._worker.end(attempt, "failed", error, answer=_answer(error))
 
     def abort(self, key: AttemptKey, reason: TandemError) -> None:
-        """Ends the transfer of an attempt that has ended; `release` comes when it holds nothing."""
+        """Ends the transfer of an attempt that has ended. The transfer calls `release` once it holds no pages."""
         self._worker.command(lambda: self._engine.withdraw(key))
         self._receiver.abort(TransferId(*key), reason)
 
     def fail(self, error: TandemError) -> None:
-        """Fails what waits for pages of an engine that will give none."""
+        """Fails the pending reservations because the engine can no longer grant pages."""
         for given in self._reserving:
             if not given.done():
                 given.set_exception(error)
 
     async def close(self) -> None:
-        """Ends all transfers; returns when nothing writes into pages."""
+        """Ends all transfers. Returns once nothing writes into pages."""
         await self._receiver.close()
 
 
 def _answer(error: TandemError) -> Payload | None:
-    """The answer to an ended transfer; None: the side that cancelled it answers."""
+    """Returns the event for an ended transfer, or None if the side that cancelled it reports the end."""
     return None if isinstance(error, RequestCancelled) else failed(error)

@@ -1,4 +1,4 @@
-"""One attempt at an answer: what is known of it, on the event loop. What happens to it is in `decode_worker.worker`."""
+"""State of one decode attempt, on the event loop. `decode_worker.worker` changes it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -15,53 +15,53 @@ MAX_SPAN_EVENTS = 64
 
 
 class Phase(Enum):
-    """Where an attempt stands."""
+    """Phase of an attempt."""
 
     ADMITTED = auto()
-    """Its pages are promised; a transfer may reserve them."""
+    """Its pages are promised. A transfer may reserve them."""
     RECEIVING = auto()
     """A transfer holds its pages."""
     COMPUTING = auto()
-    """The engine has it."""
+    """The engine computes it."""
     PAUSED = auto()
-    """The engine has it outside the batch, and the gateway knows."""
+    """The engine holds it outside the batch, and the gateway has been notified."""
     HANDING_OVER = auto()
-    """As PAUSED, and its pages are on their way to another decode worker."""
+    """Paused, and its pages are being sent to another decode worker."""
     ENDED = auto()
-    """It was answered, or nobody waits for it."""
+    """The gateway has received the outcome, or no longer waits for one."""
 
 
 @dataclass(eq=False, slots=True)
 class DecodeAttempt(EngineAttempt):
-    """A request from its admission to its last token, or to another decode worker."""
+    """A request from its admission to its last token, or to its handoff to another decode worker."""
 
     admitted_s: float
     from_decode: bool
     is_local: bool
     handle: int = 0
-    """Under which its tokens may be told together with others'; 0: they may not."""
+    """Handle for reporting its tokens together with tokens of other attempts. 0 if they are reported separately."""
     phase: Phase = Phase.ADMITTED
     wants_pause: bool = False
     paused: PausedSequence | None = None
-    """Where it stands, in PAUSED and HANDING_OVER."""
+    """Position of the sequence while the phase is PAUSED or HANDING_OVER."""
     hand_over: "asyncio.Task[HandoffStats] | None" = None
     transfer: SendTransfer | None = None
-    """What reads its pages while it is handed over."""
+    """Reads the pages of the sequence during a handoff."""
     grammar: "asyncio.Task[GrammarState] | None" = None
-    """Makes what its tokens must keep to; None: they may be any."""
+    """Compiles the constraint on its tokens. None if the output is unconstrained."""
     deadline: asyncio.TimerHandle | None = None
     has_begun: bool = False
-    """Whether the first tokens of a prompt that is computed here were computed."""
+    """Whether the first tokens of a locally computed prompt have been computed."""
     num_tokens: int = 0
-    """Tokens that were emitted here."""
+    """Number of tokens emitted by this worker."""
     decoding_since_unix_ns: int = 0
-    """0: it was in no step yet."""
+    """Start of its first decode step, in Unix nanoseconds. 0 before that step."""
     _stepped_until_unix_ns: int = 0
-    """The end of its last step."""
+    """End of its last step, in Unix nanoseconds."""
     _num_steps: int = 0
-    """Counted, as the next two are, if there is a trace."""
+    """Counted only if the request is traced, like the next two fields."""
     _num_neighbours: int = 0
-    """Sequences of all these steps together, itself included."""
+    """Sum of the batch sizes of the attempt's steps, with this sequence included."""
     _max_batch: int = 0
     _span_events: list[Event] = field(default_factory=list)
     _num_preempted: int = 0
@@ -70,12 +70,15 @@ class DecodeAttempt(EngineAttempt):
 
     @property
     def num_tokens_to_come(self) -> int:
-        """Leading tokens whose pages a transfer brings: the prompt's, or all but the last of a decoding sequence."""
+        """Returns the number of leading tokens that a transfer delivers.
+
+        These are the tokens of the prompt, or all but the last token of a decoding sequence.
+        """
         spec = self.spec
         return len(spec.prompt_token_ids) + (len(spec.emitted_token_ids) - 1 if self.from_decode else 0)
 
     def note_step(self, report: DecodeReport) -> None:
-        """Notes that it was in a step of the batch, after its prompt."""
+        """Records that the attempt was part of a decode step."""
         self.decoding_since_unix_ns = self.decoding_since_unix_ns or report.start_unix_ns
         self._stepped_until_unix_ns = report.end_unix_ns
         if self.spans.are_kept:
@@ -85,19 +88,19 @@ class DecodeAttempt(EngineAttempt):
             self._max_batch = max(self._max_batch, num_sequences)
 
     def note_guesses(self, guesses: Guesses) -> None:
-        """Notes what was proposed for it in a step."""
+        """Records the draft tokens that a step verified for this sequence."""
         self._num_proposed += guesses.num_tokens
         self._num_accepted += guesses.num_accepted
 
     def note_preemption(self, preemption: Preemption, unix_ns: int) -> None:
-        """Notes that others got its place or its pages."""
+        """Records that the sequence lost its batch slot or its pages to other sequences."""
         self._num_preempted += 1
         if self.spans.are_kept and len(self._span_events) < MAX_SPAN_EVENTS:
             said: dict[str, Value] = {"tandem.reason": preemption.reason, "tandem.tokens": self.num_tokens}
             self._span_events.append(Event("preempted", unix_ns, said))
 
     def note_steps(self, error: TandemError | None) -> None:
-        """Has its steps recorded as a span, if it had any; `error` is what ended it, if it failed."""
+        """Records a span of its steps if it had any. `error` is the reason of a failure."""
         if not self._num_steps:
             return
         said: dict[str, Value] = {

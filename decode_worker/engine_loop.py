@@ -1,7 +1,7 @@
-"""What a decode worker does on its engine thread: set pages aside, run the batch, and say what came out of each step.
+"""The engine thread of a decode worker: reserves pages, runs the batch, and reports the result of each step.
 
-The thread that calls `step` owns everything here. Messages, tasks, transfers, deadlines and promises are the event
-loop's business; this file knows none of them, and no feature (`decode_worker.features`): they plug in.
+The thread that calls `step` owns all objects here. Messages, tasks, transfers, deadlines, and admissions belong to the
+event loop. Features (`decode_worker.features`) plug in, so this module does not depend on them.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -32,16 +32,16 @@ from worker.engine import Advance, DecodeEngine, DecodeReport, Guesses, PausedSe
 
 
 class DecodeLoop(DecodeEngine):
-    """The sequences that are computed. `pages` is the memory that `scheduler` has moved; both belong to this loop.
+    """The sequences that the engine computes. Owns `pages` and `scheduler`. The scheduler moves pages through `pages`.
 
-    Where the runner leaves the same bits in pages (`replays_in_chunks`), tokens that an earlier attempt emitted are
-    computed again in chunks, and otherwise one by one, as when they were generated.
+    If chunked prefill produces the same bits as decoding (`replays_in_chunks`), tokens that an earlier attempt emitted
+    are recomputed in chunks. Otherwise they are recomputed one by one, as they were generated.
 
-    Pages are taken when they are needed. If none is free, the scheduler chooses a sequence that is preempted; its
-    tokens stay, so that it resumes the same answer.
+    Pages are allocated on demand. If none is free, the scheduler preempts a sequence. The preempted sequence keeps its
+    tokens, so that it later resumes the same response.
 
-    What a step did is reported when the next one has been prepared: the event loop, which shares the interpreter's
-    lock, then works while the model computes, and the engine does not wait for it.
+    The report of a step is sent after the next step has been prepared. The event loop shares the interpreter lock with
+    this thread, so it handles the report while the model computes, and the engine does not wait.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DecodeLoop(DecodeEngine):
         self._pages.close(key)
 
     def step(self) -> bool:
-        """Schedules, prepares, reports the last step, computes, applies; returns whether more is to be computed."""
+        """Schedules a step, reports the previous one, computes, and applies it. Returns whether work remains."""
         speeds = self.speedometer
         began_unix_ns = self._clock.unix_ns()
         step = self._scheduler.next_step(
@@ -151,10 +151,10 @@ class DecodeLoop(DecodeEngine):
         proposals = self._propose(step)
         proposed_unix_ns = self._clock.unix_ns() if proposals else start_unix_ns
         plan = StepPlan([self._item(work, proposals.get(work.key)) for work in step])
-        reports_prompts = plan.reports_prompts  # which takes longer than computing them
+        reports_prompts = plan.reports_prompts  # reporting takes longer than computing
         prepared = self._runner.prepare(plan)
         self._send()
-        rows = list(self._rows(step, proposals))  # before the step ends sequences
+        rows = list(self._rows(step, proposals))  # read before the step ends sequences
         result = self._runner.compute(prepared)
         for feature in self._features:
             feature.computed(step)
@@ -166,7 +166,7 @@ class DecodeLoop(DecodeEngine):
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         self._unsent = self._report(start_unix_ns, advances, paused)
         if not reports_prompts:
-            # All that a step costs this thread is a part of what the next ones will take, but for what was proposed.
+            # The time of a step includes all its work on this thread, except for the time of drafting tokens.
             done_unix_ns = self._clock.unix_ns()
             spent_ns = done_unix_ns - began_unix_ns - (proposed_unix_ns - start_unix_ns)
             speeds.observe_step(rows, spent_ns / 1e9, done_unix_ns / 1e9)
@@ -181,7 +181,7 @@ class DecodeLoop(DecodeEngine):
             for feature in self._features:
                 feature.check_books()
 
-    # --- what features say ---
+    # --- features ---
 
     def _resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
         return {key for feature in self._features for key in feature.resting(keys)}
@@ -206,10 +206,10 @@ class DecodeLoop(DecodeEngine):
         if reports_prompts:
             self._scheduler.chunks.note_reported_step(time_s, now_s=self._clock.monotonic())
 
-    # --- a step's work ---
+    # --- the work of a step ---
 
     def _rows(self, step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[StepWork]:
-        """A step's work as the speedometer takes it: a proposed token costs what one more sequence would."""
+        """Yields a step's work for the step-time estimator. A draft token costs as much as one more sequence."""
         for key, start, num_tokens, _ in step:
             yield start, num_tokens, num_tokens > 1 or start < self._sequences[key].num_prompt_tokens
             if (proposal := proposals.get(key)) is not None:
@@ -245,9 +245,7 @@ class DecodeLoop(DecodeEngine):
         return Advance(work.key, work.start, work.num_tokens, token_index, outcome, finish_reason, guesses)
 
     def _apply_proposed(self, work: Work, outcome: SampledTokens, proposal: Proposal) -> Advance:
-        """Takes the right proposals as tokens like others, and as computed. What is behind them in the pages is no
-        matter: the next step writes there before it reads.
-        """
+        """Applies the accepted draft tokens like sampled ones. The next step overwrites the KV of rejected tokens."""
         sequence = self._sequences[work.key]
         token_index = sequence.num_generated_tokens
         for token in outcome.tokens:
@@ -274,7 +272,7 @@ class DecodeLoop(DecodeEngine):
     def _schedule(self, sequence: Sequence, *, has_run: bool) -> None:
         num_chunked_tokens = sequence.num_prompt_tokens
         if self._scheduler.replays_in_chunks:
-            # All but the last: what continues an answer is a step of decoding, as it would have been.
+            # All but the last token: the step that continues a response must be a decode step, as without preemption.
             num_chunked_tokens = max(num_chunked_tokens, sequence.num_tokens - 1)
         progress = Progress(num_chunked_tokens, sequence.num_tokens, sequence.num_computed_tokens)
         self._scheduler.add(
@@ -294,7 +292,7 @@ class DecodeLoop(DecodeEngine):
         return [sequence for key in self._pausing if self._can_pause(sequence := self._sequences[key])]
 
     def _can_pause(self, sequence: Sequence) -> bool:
-        """Whether it is where a step of decoding begins, its pages here: another worker could continue it."""
+        """Returns whether a decode step is next and the pages are held here, so that the sequence could migrate."""
         is_between_steps = sequence.num_generated_tokens > 0 and sequence.num_uncomputed_tokens == 1
         return is_between_steps and sequence.sequence_id in self._pages
 
@@ -347,9 +345,9 @@ def decode_loop(
     clock: Clock,
     features: SequenceOf[StepFeature] = (),
 ) -> DecodeLoop:
-    """The loop of a loaded model, which knows the speed of the steps that were rehearsed.
+    """Returns the loop of a loaded model. Its step-time estimator starts with the measurements of the warm-up.
 
-    Raises ConfigError where the memory to swap to cannot be had.
+    Raises ConfigError if the swap memory cannot be allocated.
     """
     pages = DecodePages.of(parts, swap_bytes=swap_bytes, clock=clock)
     scheduler = BatchScheduler(

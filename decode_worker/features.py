@@ -1,6 +1,6 @@
-"""What may plug into a decode worker's steps: speculation, and the pace of dear masks. The loop knows neither.
+"""Interface of optional features of decode steps, such as speculation and mask pacing.
 
-Everything here is called on the engine thread.
+The decode loop does not depend on any feature. All methods are called on the engine thread.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -16,24 +16,25 @@ from services.scheduling.prediction import DecodeSpeed
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next in a sequence."""
+    """Draft tokens for a sequence."""
 
     token_ids: tuple[int, ...]
 
     @property
     def source(self) -> str:
-        """What proposed them, in a word."""
+        """Returns the name of the drafting method."""
         raise NotImplementedError
 
     def num_accepted(self, tokens: SequenceOf[SampledToken]) -> int:
-        """How many of them are among the tokens that were chosen."""
+        """Returns how many draft tokens match the sampled tokens."""
         return sum(token.token_id == proposed for token, proposed in zip(tokens, self.token_ids, strict=False))
 
 
 class StepAhead(NamedTuple):
-    """A step that was scheduled and is not computed yet.
+    """A step that is scheduled and not yet computed.
 
-    `look_ahead(key, n)` gives a sequence that decodes pages for up to `n` tokens more, and returns for how many.
+    `look_ahead(key, n)` allocates pages for up to `n` more tokens of a decoding sequence, and returns how many tokens
+    fit.
     """
 
     work: list[Work]
@@ -43,7 +44,7 @@ class StepAhead(NamedTuple):
 
 
 class StepTaken(NamedTuple):
-    """A step that was computed and applied, in `time_s` seconds from when it was scheduled."""
+    """A step that was computed and applied, `time_s` seconds after it was scheduled."""
 
     work: list[Work]
     time_s: float
@@ -52,30 +53,30 @@ class StepTaken(NamedTuple):
 
 
 class StepFeature:
-    """Has its say in the steps of a decode loop; by default none."""
+    """Influences the steps of a decode loop. The default methods do nothing."""
 
     def start(self, sequence: Sequence) -> None:
-        """Notes a sequence that was put in line."""
+        """Adds a sequence that was queued."""
 
     def free(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
 
     def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
-        """Returns the sequences among the batch, `keys`, that have no token in the next step."""
+        """Returns the sequences of the batch (`keys`) that skip the next step."""
         return ()
 
     def propose(self, step: StepAhead) -> Mapping[Hashable, Proposal]:
-        """Returns tokens to compute in a step beside those that are certain, by sequence."""
+        """Returns draft tokens to verify in the step, by sequence."""
         return {}
 
     def computed(self, work: list[Work]) -> None:
-        """Notes that a step was computed, before sequences get their tokens or end."""
+        """Handles the end of a step's computation, before its tokens are applied and before sequences end."""
 
     def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
-        """Notes the tokens that were chosen behind a proposal, before its sequence may end."""
+        """Learns from the tokens that were sampled for a proposal, before its sequence may end."""
 
     def end_step(self, step: StepTaken) -> None:
-        """Notes a step that is over."""
+        """Handles the end of a step."""
 
     def check_books(self) -> None:
-        """Raises InvariantViolated if something is held while no sequence is known."""
+        """Raises InvariantViolated if state remains while no sequence is registered."""

@@ -1,11 +1,12 @@
-"""Chooses the sequences that sit out a step because their masks are dear. `MaskPace` is pure: seconds in, keys out.
+"""Selects sequences that skip a step because their grammar masks are expensive. `MaskPace` is pure arithmetic.
 
-A grammar is asked for each token of its answer, on the thread that computes everybody's. Usual forms take some
-microseconds; one that was written to be dear takes milliseconds, and a batch may be full of such answers. So those
-that are much dearer than others of the batch may take MASK_PART as long as the rest of the steps, and have a token in
-some steps only. Among themselves they share that time evenly, however dear each of them is (start-time fair queueing:
-Goyal, Vin, Cheng 1996). Tokens do not depend on the other sequences of a step, so they stay equal. A sequence that has
-had no mask in the batch yet is taken to be as dear as those that came before it: many of one request come at once.
+A grammar computes a mask for each token, on the thread that computes the whole batch. Usual constraints take some
+microseconds per mask. A constraint that is designed to be expensive takes milliseconds, and such requests could fill a
+batch. Therefore sequences whose masks are much more expensive than others in the batch may use at most MASK_PART of the
+remaining step time, and skip some steps. They share that time evenly, however expensive each of them is (start-time
+fair queueing: Goyal, Vin, Cheng 1996). Skipping does not change the tokens, because they do not depend on the other
+sequences of a step. A sequence without a measured mask is assumed to cost as much as the first masks of earlier
+sequences, because one client often submits many similar requests at once.
 """
 
 import math
@@ -16,41 +17,42 @@ from decode_worker.scheduler import Work
 from services.engine.steps.sequence import Sequence
 
 MASK_PART = 0.4
-"""A token of another answer takes at most 1.4 times as long for them, over some steps."""
+"""Time for expensive masks relative to the rest of the steps. Other tokens take at most 1.4 times as long on average.
+"""
 CHEAP_S = 50e-6
-"""Sequences with cheaper masks are never left out."""
+"""Sequences with cheaper masks never skip a step, in seconds."""
 DEAR_FACTOR = 2.0
-"""Dear is what takes this many times as long as the cheapest: where all are dear none waits for another."""
+"""A mask is expensive if it costs this many times the cheapest. If all are expensive, no sequence waits."""
 NEWEST_PART = 0.25
-"""Weight of the newest time in a cost: one time may be long because the thread lost its core."""
+"""Weight of the latest measurement in a cost. One measurement may be long because the thread lost its core."""
 
 
 class MaskPace:
-    """The accounts of one batch."""
+    """The mask costs of one batch."""
 
     def __init__(self) -> None:
         self._costs_s: dict[Hashable, float] = {}
         self._had_s: dict[Hashable, float] = {}
-        """Time that each dear one has had, counted from what the one with the least had when it came."""
+        """Mask time used by each expensive sequence. A new sequence starts at the lowest value in the batch."""
         self._credit_s = 0.0
         self._masked: set[Hashable] = set()
         self._measured: set[Hashable] = set()
-        """Those in `_costs_s` whose cost is their own."""
+        """Keys in `_costs_s` with a measured cost."""
         self._first_cost_s = 0.0
-        """Cost of the first mask that sequences have had here, newer ones counting more."""
+        """Cost of the first mask of a sequence, as a moving average over sequences, in seconds."""
 
     def add(self, key: Hashable) -> None:
-        """Notes a sequence that has a grammar."""
+        """Registers a sequence that has a grammar."""
         self._masked.add(key)
 
     def discard(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
         self._masked.discard(key)
 
     def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
-        """Returns the sequences of the batch, `keys`, that have no token in this step; never all of them.
+        """Returns the sequences of the batch (`keys`) that skip this step. Never returns all of them.
 
-        Costs of sequences that are not in the batch are forgotten.
+        Drops the costs of sequences that are not in the batch.
         """
         if not self._masked:
             return ()
@@ -66,12 +68,12 @@ class MaskPace:
             if left_s <= 0 or self._had_s[key] > turn_s:
                 resting.add(key)
             left_s -= self._costs_s[key]
-            # One that could have another token before this one has its turn first, in the next step.
+            # Later sequences wait for the next step if an earlier one is entitled to another token before them.
             turn_s = min(turn_s, self._had_s[key] + self._costs_s[key])
         return resting
 
     def note_step(self, step_s: float, masks_s: Mapping[Hashable, float]) -> None:
-        """Notes how long a step took, and what of it the mask of each sequence that has a grammar."""
+        """Records the duration of a step and how much of it the mask of each constrained sequence took."""
         dear_s = 0.0
         for key, mask_s in masks_s.items():
             if key in self._measured:
@@ -88,7 +90,7 @@ class MaskPace:
 
 
 class PacedMasks(StepFeature):
-    """Has the sequences of a batch that have a grammar take turns by what their masks cost."""
+    """Lets the constrained sequences of a batch skip steps according to the cost of their masks."""
 
     def __init__(self) -> None:
         self._pace = MaskPace()
@@ -96,24 +98,24 @@ class PacedMasks(StepFeature):
         self._masks_s: dict[Hashable, float] = {}
 
     def start(self, sequence: Sequence) -> None:
-        """Notes a sequence if it has a grammar."""
+        """Registers a sequence if it has a grammar."""
         if sequence.grammar is not None:
             self._sequences[sequence.sequence_id] = sequence
             self._pace.add(sequence.sequence_id)
 
     def free(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
         if self._sequences.pop(key, None) is not None:
             self._pace.discard(key)
 
     def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
-        """Returns the sequences that have no token in the next step."""
+        """Returns the sequences that skip the next step."""
         return self._pace.resting(keys)
 
     def computed(self, work: list[Work]) -> None:
-        """Takes the times that the masks of the step took."""
+        """Reads the mask times of the step."""
         self._masks_s = {one.key: self._sequences[one.key].take_mask_s() for one in work if one.key in self._sequences}
 
     def end_step(self, step: StepTaken) -> None:
-        """Notes what of the step's time the masks took."""
+        """Records the mask times of the step."""
         self._pace.note_step(step.time_s, self._masks_s)

@@ -1,6 +1,6 @@
-"""The sending side of a move: a sequence is paused, and its pages go to the decode worker that continues its answer.
+"""The sending side of a live migration: pauses a sequence and sends its pages to the decode worker that continues it.
 
-On the event loop. A move that fails ends the attempt; its pages are freed when nothing reads them any longer.
+On the event loop. If a migration fails, the attempt ends. Its pages are freed once nothing reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Moves:
-    """The commands by which a gateway moves a sequence, and what becomes of them."""
+    """Handles the commands by which a gateway migrates a sequence."""
 
     def __init__(
         self, worker: DecodeWorker, engine: DecodeEngine, *, links: SendLinks, metrics: WorkerMetrics, clock: Clock
@@ -41,7 +41,7 @@ class Moves:
         self._clock = clock
 
     async def on_pause(self, session: Session, message: worker_pb2.Pause) -> None:
-        """Has a sequence paused as soon as that is possible."""
+        """Pauses a sequence as soon as possible."""
         attempt = self._worker.find_of(session, message.id)
         if attempt is None:
             return
@@ -50,17 +50,17 @@ class Moves:
             self._worker.command(lambda: self._engine.pause(attempt.spec.key))
 
     async def on_unpause(self, session: Session, message: worker_pb2.Unpause) -> None:
-        """Has a sequence continue here."""
+        """Resumes a sequence on this worker."""
         attempt = self._worker.find_of(session, message.id)
         if attempt is None or attempt.phase is Phase.HANDING_OVER:
             return
         attempt.wants_pause = False
-        # One that is not paused yet continues as soon as the engine says that it is.
+        # If the sequence is not yet paused, it resumes once the engine reports the pause.
         if attempt.phase is Phase.PAUSED:
             self._continue(attempt)
 
     async def on_hand_over(self, session: Session, message: worker_pb2.HandOver) -> None:
-        """Begins to send a paused sequence to another worker."""
+        """Starts sending a paused sequence to another worker."""
         attempt = self._worker.find_of(session, message.id)
         if attempt is None or attempt.phase is Phase.HANDING_OVER:
             return
@@ -73,7 +73,7 @@ class Moves:
         attempt.hand_over.add_done_callback(lambda task: self._on_ended(attempt, task))
 
     def on_paused(self, attempt: DecodeAttempt, paused: PausedSequence) -> None:
-        """Tells the gateway that a sequence is paused, unless it is to continue by now."""
+        """Notifies the gateway that a sequence is paused. Resumes the sequence if the pause was withdrawn."""
         if not attempt.wants_pause:
             self._continue(attempt)
             return
@@ -87,7 +87,7 @@ class Moves:
         self._worker.command(lambda: self._engine.unpause(attempt.spec.key))
 
     async def _hand_over(self, attempt: DecodeAttempt, message: worker_pb2.HandOver) -> HandoffStats:
-        """Returns when the other worker has committed the pages."""
+        """Sends the pages. Returns once the other worker has committed them."""
         paused = attempt.paused
         assert paused is not None, "only a paused attempt is handed over"
         transfer = attempt.transfer = await self._links.reserve(

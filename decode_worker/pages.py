@@ -1,8 +1,7 @@
-"""The pages of a decode worker's sequences: reserved for a transfer, taken, and moved to the host's memory and back.
+"""The pages of a decode worker's sequences: reserves them for transfers, allocates them, and swaps them to host memory.
 
-This is the Memory of the BatchScheduler, which decides whose pages are moved; here they are. The pages of a preempted
-sequence are copied to `swap` and back, or computed again, whichever takes less time by what was measured. Belongs to
-the engine thread.
+Implements Memory for the BatchScheduler, which decides whose pages move. The pages of a preempted sequence are either
+copied to `swap` and back, or recomputed, whichever is faster according to measurements. Belongs to the engine thread.
 """
 
 from collections import Counter
@@ -42,17 +41,17 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """What the host's memory has of a preempted sequence: the KV of its first tokens, page by page."""
+    """KV of a preempted sequence's first tokens in host memory, page by page."""
 
     slots: list[int]
     num_computed_tokens: int
 
 
 class DecodePages(EnginePages):
-    """Pages by the key of their sequence, from `ask` or `start` to `close`.
+    """Pages of each sequence by key, from `ask` or `start` to `close`.
 
-    `is_exact`: a chunk gives the same bits as single-token steps. Then pages that were filled by steps of decoding are
-    found by prompts that begin with what was said in them, as those of prompts are in any case.
+    `is_exact` means that a chunk computes the same bits as single-token steps. Pages that decode steps filled are then
+    reusable by prompts that start with that response. Pages of prompts are reusable in any case.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class DecodePages(EnginePages):
 
     @classmethod
     def of(cls, parts: EngineParts, *, swap_bytes: int, clock: Clock) -> "DecodePages":
-        """The pages of a loaded model; preempted sequences may take `swap_bytes` of the host's memory, 0: none.
+        """Returns the pages of a loaded model. `swap_bytes` is the host memory for preempted sequences, or 0 for none.
 
-        Raises ConfigError where that memory cannot be had.
+        Raises ConfigError if that memory cannot be allocated.
         """
         swap = SwapSpace(parts.pool, swap_bytes) if swap_bytes else None
         page_size = parts.pool.layout.page_size
@@ -91,18 +90,18 @@ class DecodePages(EnginePages):
     def ask(
         self, key: Hashable, token_ids: list[int], *, num_prompt_tokens: int, salt: bytes
     ) -> "Future[ReservedPages]":
-        """Notes a reservation, which `reserve` grants and `close` fails with RequestCancelled."""
+        """Registers a reservation. `reserve` grants it. `close` fails it with RequestCancelled."""
         self._open(key, salt)
         num_nameable_tokens = self._num_nameable_tokens(num_prompt_tokens, len(token_ids))
         asked = self._asked[key] = _Asked(token_ids, num_nameable_tokens, Future())
         return asked.given
 
     def is_asking(self, key: Hashable) -> bool:
-        """Whether a reservation waits for its pages."""
+        """Returns whether a reservation waits for its pages."""
         return key in self._asked
 
     def start(self, sequence: Sequence, salt: bytes) -> None:
-        """Gives a sequence the pages that were reserved for it; one without has none until it enters the batch."""
+        """Assigns reserved pages to a sequence. Without a reservation, it gets pages when it enters the batch."""
         key = sequence.sequence_id
         self._sequences[key] = sequence
         lease = self._leases.get(key)
@@ -115,7 +114,7 @@ class DecodePages(EnginePages):
         self.name(sequence, 0)
 
     def close(self, key: Hashable) -> None:
-        """Releases what the key holds and fails what it waits for. Unknown keys are ignored."""
+        """Releases the pages of the key and fails its pending reservation. Ignores unknown keys."""
         super().close(key)
         self._sequences.pop(key, None)
         swapped = self._swapped.pop(key, None)
@@ -125,15 +124,15 @@ class DecodePages(EnginePages):
         if asked is not None:
             asked.given.set_exception(RequestCancelled("the pages are no longer needed"))
 
-    # --- the pages, as the scheduler has them moved ---
+    # --- implements Memory for the scheduler ---
 
     @property
     def num_available_pages(self) -> int:
-        """Free pages and cached ones."""
+        """Returns the number of free and cached pages."""
         return self._allocator.num_available_pages
 
     def num_freed_pages(self, keys: SequenceOf[Hashable]) -> list[int]:
-        """How many pages would be free if the first of these lost theirs, the first two, and so on."""
+        """Returns how many pages evicting the first of these would free, then the first two, and so on."""
         num_held: Counter[int] = Counter()
         freed, num_freed = [], 0
         for key in keys:
@@ -144,7 +143,7 @@ class DecodePages(EnginePages):
         return freed
 
     def reserve(self, key: Hashable) -> None:
-        """Grants a reservation: sets its future."""
+        """Grants a reservation by setting its future."""
         asked = self._asked.pop(key)
         keys = self._chains[key].extend(asked.token_ids, asked.num_nameable_tokens)
         num_tokens = len(asked.token_ids)
@@ -155,8 +154,9 @@ class DecodePages(EnginePages):
         asked.given.set_result(ReservedPages(page_ids, num_cached * self.page_size))
 
     def enter(self, key: Hashable, num_tokens: int) -> int:
-        """Gives a sequence what is found of its tokens, what was swapped, and pages for the rest; returns how many
-        tokens are computed.
+        """Allocates pages for a sequence and fills them from the cache and the swap space.
+
+        Returns how many of its tokens are computed.
         """
         sequence = self._sequences[key]
         num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
@@ -175,11 +175,14 @@ class DecodePages(EnginePages):
         return sequence.num_computed_tokens
 
     def grow(self, key: Hashable, num_pages: int) -> None:
-        """Gives a sequence new pages."""
+        """Allocates more pages for a sequence."""
         self._leases[key].grow(num_pages, state="used")
 
     def evict(self, key: Hashable) -> int:
-        """Takes a sequence's pages, swapped or not; returns how many computed tokens were swapped."""
+        """Frees a sequence's pages, and swaps them out if that pays off.
+
+        Returns how many computed tokens were swapped.
+        """
         sequence = self._sequences[key]
         lease = self._leases.pop(key)
         num_computed_tokens, sequence.num_computed_tokens = sequence.num_computed_tokens, 0
@@ -189,7 +192,7 @@ class DecodePages(EnginePages):
         sequence.page_table = []
         return num_computed_tokens if is_swapped else 0
 
-    # --- the host's memory ---
+    # --- host memory ---
 
     def _swap_in(self, sequence: Sequence, num_cached: int) -> None:
         swapped = self._swapped.pop(sequence.sequence_id, None)
@@ -203,7 +206,7 @@ class DecodePages(EnginePages):
         self._swap.free(swapped.slots)
 
     def _swap_out(self, sequence: Sequence, num_computed_tokens: int, page_ids: list[int]) -> bool:
-        """Copies the pages of a preempted sequence if that is possible and cheaper than computing them again."""
+        """Copies the pages of a preempted sequence if there is space and copying is cheaper than recomputing."""
         swap = self._swap
         if swap is None or not 0 < len(page_ids) <= swap.num_free_slots:
             return False
@@ -245,10 +248,10 @@ def is_swap_cheaper(
     decode: DecodeSpeed,
     copy: LinkSpeed,
 ) -> bool:
-    """Returns whether to copy the KV of `num_tokens` tokens, `num_bytes` bytes, out and in again, not to recompute it.
+    """Returns whether swapping KV of `num_tokens` tokens (`num_bytes`) out and in is faster than recomputing it.
 
-    Tokens beyond the first `num_chunked_tokens` are computed one a step. What others still hold or what will be
-    found again is not known before, and makes computing look dearer than it may turn out.
+    Tokens after the first `num_chunked_tokens` are recomputed one per step. The estimate cannot know which pages other
+    sequences still share or which will be cache hits, so it may overestimate the cost of recomputing.
     """
     num_steps = num_tokens - num_chunked_tokens
     compute_s = prefill.time_s(num_chunked_tokens) + num_steps * decode.step_s(1, num_tokens)

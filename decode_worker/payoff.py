@@ -1,14 +1,15 @@
-"""How likely proposed tokens are to be right, learned from what became of earlier ones, and what a token is worth.
+"""Estimates how likely draft tokens are to be accepted, and how many of them are worth verifying.
 
-Pure arithmetic: no model, no clock. Steps are counted by the caller.
+Pure arithmetic, without a model or a clock. The caller counts the steps.
 
-A proposal is of a *kind*: where it comes from, whether the sequence draws by chance, and how sure its source was (the
-draft's probability, or how many tokens matched). What was accepted of each kind is known for each request and for the
-worker as a whole; a request is believed by its own record as far as it has one, and by the worker's otherwise. Records
-fade step by step, so that what did not pay is tried again after a while, and rarely.
+Each draft token has a *kind*: its source, whether the sequence samples greedily, and the confidence of the source (the
+draft model's probability, or the length of the n-gram match). Acceptance is recorded per kind, for each request and for
+the whole worker. The estimate of a request relies on its own record as far as it has one, and otherwise on the worker's
+record. Records decay with each step, so that a kind that did not pay off is tried again after a while, but rarely.
 
-Price: at the best, a step gives as many tokens for its time as possible. So a proposal belongs into it if its chance is
-more than the tokens that the step gives in the time that it costs (as in TurboSpec, Liu et al. 2024).
+Cost: the best step produces the most tokens per unit of time. A draft token is therefore worth verifying if its
+acceptance probability exceeds the tokens that the step would otherwise produce in the time that the draft token adds
+(as in TurboSpec, Liu et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from services.engine.steps.guesses import LEVELS
 Source = Literal["ngram", "draft"]
 
 ANY_LEVEL = LEVELS
-"""Level of a draft's guess before it is made."""
+"""Level of a draft model's token before it has been drafted."""
 PRIOR_WEIGHT = 4.0
-"""As many observations as what was known before counts for."""
+"""Weight of the prior, as a number of observations."""
 MOST_WEIGHT = 64.0
-"""A record does not count for more observations than this: the past fades as they come."""
+"""Maximum weight of a record, as a number of observations. Older observations decay as new ones arrive."""
 TRIAL_STEPS = 32
 MOST_LOST_STEPS = 12.0
-"""A trial that has lost the time of that many plain steps ends at once, but not by one or two that were held up."""
+"""Loss, in plain steps, that ends a trial early. One or two delayed steps do not reach it."""
 KEPT_OF_GAINS = 0.5
-"""What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
+"""Fraction of earlier gains that carries over to the next trial, so that one unpredictable text does not end it."""
 PLAIN_EVERY = 128
-"""After this number of steps with proposals, PLAIN_STEPS are made without, to be compared with."""
+"""Steps with draft tokens after which PLAIN_STEPS run without, for comparison."""
 PLAIN_STEPS = 16
-"""Plain steps measured in a row; the first half, which takes up to a third longer each, does not count."""
+"""Plain steps measured in a row. The first half takes up to a third longer and is ignored."""
 REPAID_STEPS = 64
-"""Steps in which reading a prompt is paid for."""
+"""Number of steps over which the cost of reading a prompt is spread."""
 SHORTEST_S = 1e-6
 FIRST_REST_STEPS = 32
 MOST_REST_STEPS = 1024
@@ -47,7 +48,7 @@ WORKER_HALF_LIFE_STEPS = 4096
 
 
 class Kind(NamedTuple):
-    """What makes proposals alike. `level`, of how sure a source is, is from 0 to LEVELS - 1, or ANY_LEVEL."""
+    """Properties that predict acceptance. `level` is the confidence of the source, 0 to LEVELS - 1, or ANY_LEVEL."""
 
     source: Source
     is_greedy: bool
@@ -55,14 +56,17 @@ class Kind(NamedTuple):
 
 
 def level_of_match(num_tokens: int) -> int:
-    """Returns how sure a match of this length, at least 2, is: 2, 3, 4, 5, 6 to 7, 8 to 11, 12 to 15, more."""
+    """Returns the level of a match of `num_tokens` >= 2.
+
+    The levels are 2, 3, 4, 5, 6-7, 8-11, 12-15, and 16 or more.
+    """
     if num_tokens < 6:
         return num_tokens - 2
     return 4 if num_tokens < 8 else 5 if num_tokens < 12 else 6 if num_tokens < 16 else 7
 
 
 def first_guess(kind: Kind) -> float:
-    """The chance of a kind of which nothing is known yet."""
+    """Returns the prior acceptance probability of a kind without observations."""
     if kind.level == ANY_LEVEL:
         return 0.5
     sureness = (kind.level + 0.5) / LEVELS
@@ -79,7 +83,10 @@ class _Tally:
 
 
 class Record:
-    """What was accepted of each kind: a request's over the worker's, or the worker's over a first guess."""
+    """Acceptance by kind.
+
+    The prior of a request's record is the worker's record; the worker's starts from `first_guess`.
+    """
 
     def __init__(self, half_life_steps: int, *, behind: Record | None = None) -> None:
         self._half_life_steps = half_life_steps
@@ -87,7 +94,7 @@ class Record:
         self._tallies: dict[Kind, _Tally] = {}
 
     def chance(self, kind: Kind, step: int) -> float:
-        """How likely the next proposal of this kind is to be right, if those before it are."""
+        """Returns the probability that the next draft token of this kind is accepted, if the tokens before it are."""
         before = first_guess(kind) if self._behind is None else self._behind.chance(kind, step)
         tally = self._tallies.get(kind)
         if tally is None:
@@ -97,7 +104,10 @@ class Record:
         return (PRIOR_WEIGHT * before + tally.num_right) / (PRIOR_WEIGHT + tally.num)
 
     def note(self, kind: Kind, step: int, right: float) -> None:
-        """One of this kind, those before it being right, was right (1) or not (0), or so likely to be right."""
+        """Records a draft token whose predecessors were accepted.
+
+        `right` is 1 if it was accepted, 0 if not, or its probability of acceptance.
+        """
         tally = self._tallies.get(kind)
         if tally is None:
             tally = self._tallies[kind] = _Tally(0.0, 0.0, step)
@@ -119,26 +129,27 @@ class Record:
 
 
 class Price:
-    """What a second of a step costs in tokens: those that it gives by what is in it so far, over its time so far."""
+    """Cost of step time in tokens: the tokens that the step produces so far, divided by its time so far."""
 
     def __init__(self, *, num_tokens: float, time_s: float) -> None:
         self._num_tokens = num_tokens
         self._time_s = time_s
 
     def of(self, time_s: float) -> float:
-        """So much time, in tokens."""
+        """Converts a time to tokens."""
         return time_s * self._num_tokens / self._time_s
 
     def add(self, *, num_tokens: float, time_s: float) -> None:
-        """The step gives so much more, and takes so much longer."""
+        """Adds tokens and time to the step."""
         self._num_tokens += num_tokens
         self._time_s += time_s
 
 
 def worthwhile(chances: Sequence[float], cost: float) -> tuple[int, float]:
-    """How many of the first proposals to take, and what is gained by it, in tokens.
+    """Returns how many leading draft tokens to verify and the expected gain, in tokens.
 
-    `chances` are of each if those before it are right, and `cost` is the price of one.
+    `chances` holds the acceptance probability of each token if its predecessors are accepted. `cost` is the cost of one
+    token, in tokens.
     """
     reached, gain, num = 1.0, 0.0, 0
     for chance in chances:
@@ -151,28 +162,28 @@ def worthwhile(chances: Sequence[float], cost: float) -> tuple[int, float]:
 
 
 class Balance:
-    """Whether speculation has paid at a size of batch, all that it costs included; where it has not, it rests.
+    """Measures whether speculation pays off at a batch size, all costs included, and suspends it if it does not.
 
-    Steps that were tried are compared by the clock with plain ones, of which a few are made now and then. Every trial
-    that loses makes the rest after it twice as long, up to MOST_REST_STEPS, and every one that gains half as long.
+    The wall time of speculative steps is compared with plain steps, of which a few run from time to time. Each losing
+    trial doubles the next suspension, up to MOST_REST_STEPS. Each winning trial halves it.
     """
 
     def __init__(self) -> None:
         self.plain_s: float | None = None
-        """Seconds for a token without proposals; None: that was not measured yet."""
+        """Seconds per token without draft tokens. None until measured."""
         self._plain: list[float] = []
-        """Times of the latest plain steps."""
+        """Times of the latest plain steps, in seconds per token."""
         self._net = 0.0
-        """Plain steps whose time was gained since the last rest, of earlier trials a part."""
+        """Gain since the last suspension, in plain steps. Includes a fraction of the gain of earlier trials."""
         self._owed_s = 0.0
-        """Time that was spent on reading and is to be gained yet."""
+        """Time spent on reading prompts that has not been recovered yet, in seconds."""
         self._num_steps = 0
         self._num_since_plain = 0
         self._num_resting = 0
         self._rest_steps = FIRST_REST_STEPS
 
     def is_open(self) -> bool:
-        """Whether this step may be tried; to be asked once a step."""
+        """Returns whether this step may speculate. Call it once per step."""
         if self._num_resting:
             self._num_resting -= 1
             return False
@@ -180,7 +191,7 @@ class Balance:
         return self.plain_s is not None and self._num_since_plain <= PLAIN_EVERY
 
     def note_plain(self, num_tokens: int, time_s: float) -> None:
-        """Notes the time of a step without proposals."""
+        """Records the time of a step without draft tokens."""
         self._plain.append(max(time_s, SHORTEST_S) / num_tokens)
         if len(self._plain) < PLAIN_STEPS:
             return
@@ -189,9 +200,9 @@ class Balance:
         self._num_since_plain = 0
 
     def note(self, num_sequences: int, num_accepted: int, time_s: float, *, read_s: float = 0.0) -> None:
-        """Notes a step that was tried: it gave each sequence a token, and `num_accepted` more.
+        """Records a speculative step, which produced one token per sequence and `num_accepted` more.
 
-        `read_s` of it went into reading prompts, which pays in steps to come.
+        `read_s` of its time was spent on reading prompts, which pays off in later steps.
         """
         assert self.plain_s is not None, "it was not open"
         self._plain.clear()
@@ -201,7 +212,7 @@ class Balance:
         gave_s = self.plain_s * (num_sequences + num_accepted)
         net = (gave_s - (time_s - read_s + paid_s)) / (self.plain_s * num_sequences)
         self._net += max(net, -MOST_LOST_STEPS / 6)
-        self._num_steps += num_accepted > 0 or not read_s  # a step that only read is no trial yet
+        self._num_steps += num_accepted > 0 or not read_s  # a step that only read prompts is not a trial
         if self._net <= -MOST_LOST_STEPS or (self._num_steps >= TRIAL_STEPS and self._net < 0):
             self._num_resting = self._rest_steps
             self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)

@@ -1,4 +1,4 @@
-"""What a decode worker is made of: its engines, and what is around them."""
+"""The parts of a decode worker: its engine and the components around it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 
 def load(settings: DecodeWorkerConfig, kept: EngineWeights | None = None) -> LoadedModel:
-    """Loads the model with the engine that the settings name, from its kept weights where these are given."""
+    """Loads the model with the configured engine. Reuses the weights in `kept` if given."""
     if settings.engine == VLLM:
         return load_vllm(VllmSettings.of(settings, max_batch=settings.max_batch))
     return load_rehearsed_engine(kept=kept, **settings.engine_settings())
@@ -37,7 +37,7 @@ def load(settings: DecodeWorkerConfig, kept: EngineWeights | None = None) -> Loa
 def engine(
     settings: DecodeWorkerConfig, model: EngineParts | VllmModel
 ) -> Callable[[Callable[[DecodeReport], None]], DecodeEngine]:
-    """Returns what makes the engine of a loaded model, with what proposes tokens to this project's."""
+    """Returns a factory for the engine of a loaded model. The native engine includes speculation if configured."""
     if isinstance(model, VllmModel):
         return partial(model.decode_engine, clock=SYSTEM_CLOCK)
     features: list[StepFeature] = [PacedMasks()]
@@ -56,7 +56,7 @@ def engine(
 
 
 def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made:
-    """The worker of a loaded model, and what receives pages for it."""
+    """Returns the worker of a loaded model and the services that receive pages for it."""
     settings = common.settings
     worker = DecodeWorker(
         common.around(),
@@ -80,7 +80,8 @@ def make(common: Common[DecodeWorkerConfig, DecodeReport, DecodeEngine]) -> Made
 
 
 def _max_admitted(settings: DecodeWorkerConfig) -> int:
-    # vLLM gives a request no block while its batch is full: more would wait with a prompt computed elsewhere.
+    # vLLM allocates no blocks for a request while its batch is full. With a higher limit, requests whose prompt was
+    # computed elsewhere would wait here.
     return settings.max_batch if settings.engine == VLLM else 2 * settings.max_batch
 
 

@@ -1,7 +1,7 @@
-"""Decides what a decode worker's next step computes and which sequences are preempted: pure bookkeeping.
+"""Selects the work of a decode worker's next step and the sequences to preempt.
 
-`BatchScheduler` belongs to the engine thread: it fills the batch, mixes decode, replay and local prefill in a step, and
-chooses the sequences that lose a place or pages when there are too few. It knows no tensor, clock, thread or message.
+`BatchScheduler` belongs to the engine thread. It fills the batch, mixes decode, replay, and local prefill in one step,
+and preempts sequences if batch slots or pages run out. It does not depend on tensors, clocks, threads, or messages.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from services.scheduling.prediction import DecodeSpeed
 from worker.engine import Preemption
 
 HEADROOM_TOKENS = 256
-"""Tokens by which a sequence that lost its pages, and those beside it, must be able to grow when it comes back; twice
-as many each further time, so that however wrong expectations are, a request is preempted only a few times."""
+"""Tokens by which a sequence preempted for lack of pages, and the sequences of the batch, must be able to grow when it
+re-enters. Doubles with each preemption, so that wrong estimates cause only a few preemptions per request."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a sequence has come.
+    """Progress of a sequence.
 
-    Positions below `num_chunked_tokens`, at least the prompt's, may be computed in chunks; those from there to
-    `num_tokens` in single-token steps. The step that reaches `num_tokens` samples.
+    Positions below `num_chunked_tokens` (at least the prompt) may be computed in chunks. Positions from there to
+    `num_tokens` are computed in single-token steps. The step that reaches `num_tokens` samples a token.
     """
 
     num_chunked_tokens: int
@@ -37,7 +37,7 @@ class Progress:
 
 
 class Work(NamedTuple):
-    """The next `num_tokens` tokens of a sequence, from position `start`; `samples` if a new token comes of them."""
+    """The next `num_tokens` tokens of a sequence from position `start`. `samples` if they yield a new token."""
 
     key: Hashable
     start: int
@@ -46,31 +46,31 @@ class Work(NamedTuple):
 
 
 class Memory(Protocol):
-    """The pages of a worker, as the scheduler has them moved (`decode_worker.pages`). What it asks for is available."""
+    """Interface to a worker's pages (`decode_worker.pages`). The scheduler requests only available pages."""
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that can be taken: free ones, and those that are only cached."""
+        """Returns the number of allocatable pages: free pages and unreferenced cached pages."""
         ...
 
     def num_freed_pages(self, keys: Sequence[Hashable]) -> list[int]:
-        """How many pages would be free in all if the first of these lost its pages, the first two, and so on."""
+        """Returns how many pages evicting the first of these would free in total, then the first two, and so on."""
         ...
 
     def reserve(self, key: Hashable) -> None:
-        """Gives the pages that were asked for under this key."""
+        """Grants the reservation that was requested under this key."""
         ...
 
     def enter(self, key: Hashable, num_tokens: int) -> int:
-        """Gives a sequence without pages those of its first tokens; returns how many of them are computed there."""
+        """Allocates pages for a sequence's first `num_tokens`. Returns how many tokens are already computed in them."""
         ...
 
     def grow(self, key: Hashable, num_pages: int) -> None:
-        """Gives a sequence more pages."""
+        """Allocates more pages for a sequence."""
         ...
 
     def evict(self, key: Hashable) -> int:
-        """Takes all pages of a sequence; returns how many computed tokens `enter` is certain to bring back."""
+        """Frees all pages of a sequence. Returns how many computed tokens `enter` will certainly restore."""
         ...
 
 
@@ -82,19 +82,19 @@ class _Where(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A sequence, or pages that were asked for (`num_asked_pages`)."""
+    """A sequence, or a reservation (`num_asked_pages`)."""
 
     key: Hashable
     service_class: int
     rank: tuple[int, int, int]
-    """Lower goes first: class, whether it has never been in the batch, and then in order of entry or arrival."""
+    """Sort key, lowest first: class, whether it has never been in the batch, and order of entry or arrival."""
     progress: Progress
     max_num_tokens: int
     num_pages: int = 0
     num_asked_pages: int = 0
     where: _Where = _Where.LINE
     num_shortages: int = 0
-    """How often it was preempted for want of pages."""
+    """Number of preemptions for lack of pages."""
     added_s: float = 0.0
     is_reported: bool = False
 
@@ -109,26 +109,25 @@ _NOTHING = Progress(0, 0, 0)
 class BatchScheduler:
     """Continuous batching with preemption.
 
-    Each step gives every decoding or replaying sequence one token, and the rest of the budget to prompts that are
-    computed here, by ChunkScheduler's order. Decoding never waits for prompts, and prompts never starve beside it.
+    Each step computes one token of every decoding or replaying sequence. The rest of the budget computes local prompts
+    in the order of ChunkScheduler. Decoding never waits for prompts, and prompts never starve because of decoding.
 
-    **Rank.** All sequences have one order: the better class first; within a class those that have been in the batch
-    before those that have not; then the older. The line for places and pages is in this order, and preemption in its
-    reverse: the youngest of the lowest class first.
+    **Rank.** Sequences are ordered by class, then by whether they have been in the batch before, then by age. The queue
+    for batch slots and pages follows this order. Preemption reverses it: the youngest sequence of the lowest class
+    first.
 
-    **Places.** A better class takes the place of the worst sequence of the batch, which keeps its pages.
+    **Batch slots and pages.** A sequence of a better class replaces the worst sequence of the batch, which retains its
+    pages. A sequence enters with pages for all its tokens. Sequences that lack pages do not overtake each other. An
+    entering sequence may evict pages of worse classes, and of worse-ranked sequences outside the batch. While other
+    sequences run, the watermark must stay free. A sequence that was preempted for lack of pages also needs the headroom
+    that it and the batch may use (HEADROOM_TOKENS). A running sequence that needs a page may evict all worse-ranked
+    sequences. If that is not enough, it leaves the batch and retains its pages until a better-ranked sequence needs
+    them. Reserved pages (a transfer writes into them) and pages of removed sequences are never evicted.
 
-    **Pages.** A sequence enters with the pages of all its tokens; those that lack pages do not overtake each other. To
-    enter, one may have the pages of worse classes, and of worse-ranked ones that are not in the batch. While others
-    run, the watermark stays free, and for one that was preempted for want of pages also the headroom that it and those
-    beside it may take (HEADROOM_TOKENS). A running one that needs a page may have those of all worse-ranked ones; if
-    that is not enough it leaves the batch and keeps what it has until a better-ranked one needs it. Reserved pages (a
-    transfer writes into them), and those of sequences that were removed, are never taken.
-
-    **Progress.** The best-ranked sequence of the batch gets every page that is not out of reach. If the batch is empty,
-    the best-ranked one in line does, without any margin. Pages out of reach come back without anything from here. So as
-    long as each sequence fits into the pool when it is alone, the best-ranked one always ends, and after it the next;
-    only better classes can keep one waiting.
+    **Progress.** The best-ranked sequence of the batch can get every evictable page. If the batch is empty, the
+    best-ranked queued sequence can, without any margin. All other pages become free without the scheduler. So if each
+    sequence fits into the pool alone, the best-ranked one always finishes, then the next. Only better classes can delay
+    it.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class BatchScheduler:
         min_prefill_tokens: int = 16,
         reported_tokens: int | None = None,
     ) -> None:
-        """`replays_in_chunks`: answers may be computed again in chunks. `reported_tokens` as in ChunkScheduler."""
+        """`replays_in_chunks` allows recomputing emitted tokens in chunks. See ChunkScheduler for `reported_tokens`."""
         assert min(max_batch, step_tokens, min_prefill_tokens) > 0, "a step computes something"
         self._max_batch = max_batch
         self._step_tokens = step_tokens
@@ -150,10 +149,10 @@ class BatchScheduler:
         self.replays_in_chunks = replays_in_chunks
         self._min_prefill_tokens = min(min_prefill_tokens, step_tokens)
         self._watermark = watermark_pages(num_pages)
-        self.chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)  # of the prompts
+        self.chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)  # for prompts
         self._entries: dict[Hashable, _Entry] = {}
         self._line: list[tuple[tuple[int, int, int], Hashable]] = []
-        """By rank."""
+        """Sorted by rank."""
         self._prompts: dict[Hashable, _Entry] = {}  # in the batch, prompt not computed
         self._decoding: dict[Hashable, _Entry] = {}  # in the batch, prompt computed
         self._num_asking = 0
@@ -163,22 +162,22 @@ class BatchScheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
+        """Returns the number of sequences in the batch."""
         return len(self._prompts) + len(self._decoding)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a place."""
+        """Returns the number of queued sequences."""
         return len(self._line) - self._num_asking
 
     @property
     def has_any(self) -> bool:
-        """Whether any sequence is in the batch or in line."""
+        """Returns whether any sequence is in the batch or in the queue."""
         return bool(self._entries)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of prompts, and of answers that are computed again, that are still to be computed in chunks."""
+        """Returns how many tokens of prompts and of replayed responses remain to be computed in chunks."""
         return self._waiting_tokens
 
     def take_preemptions(self) -> tuple[Preemption, ...]:
@@ -188,7 +187,7 @@ class BatchScheduler:
         return preemptions
 
     def ask(self, key: Hashable, num_pages: int, *, service_class: int = DEFAULT_CLASS) -> None:
-        """Asks for pages for a sequence that is to come; `Memory.reserve` gives them. It is unknown here from then."""
+        """Requests pages for a future sequence. `Memory.reserve` grants them, and the scheduler then drops the key."""
         assert num_pages > 0, "a reservation has pages"
         entry = _Entry(key, service_class, self._new_rank(service_class), _NOTHING, 0, num_asked_pages=num_pages)
         self._insert(entry)
@@ -206,9 +205,9 @@ class BatchScheduler:
         now_s: float = 0.0,
         is_reported: bool = False,
     ) -> None:
-        """Adds a sequence with at least one uncomputed token, which holds `num_pages` pages.
+        """Adds a sequence with at least one uncomputed token. It already holds `num_pages` pages.
 
-        It ends with `max_num_tokens` tokens at the latest, for which the whole pool suffices.
+        The sequence ends with at most `max_num_tokens` tokens, which must fit into the whole pool.
         """
         assert progress.num_computed_tokens < progress.num_tokens, "a sequence has something to compute"
         assert progress.num_chunked_tokens <= progress.num_tokens, "the chunks are part of the sequence"
@@ -219,7 +218,7 @@ class BatchScheduler:
         self._waiting_tokens += _uncomputed_in_chunks(progress)
 
     def remove(self, key: Hashable) -> None:
-        """Forgets a sequence, ended or cancelled, or pages that were asked for. Unknown keys are ignored."""
+        """Removes a finished or cancelled sequence, or a reservation. Ignores unknown keys."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -239,11 +238,11 @@ class BatchScheduler:
         now_s: float = 0.0,
         resting: Callable[[Collection[Hashable]], Collection[Hashable]] | None = None,
     ) -> list[Work]:
-        """Returns what the next step computes; it counts as computed from here on. Empty: nothing is to be done, or the
-        rest waits for pages that are out of reach. `resting` chooses decoding sequences that have no token in it.
+        """Returns the work of the next step and counts it as computed. `resting` selects sequences that skip the step.
 
-        A sequence whose work `samples` gets its new token here too: it has one more token to compute in the step after,
-        unless it is removed before. With the measured speeds prompts stretch the steps of others by little.
+        Returns an empty list if nothing remains, or if the rest waits for pages that cannot be evicted. A sequence
+        whose work `samples` gets its new token here. It then has one more token to compute in the next step, unless it
+        is removed first. The measured speeds limit how much prompts delay decoding.
         """
         self._grow(memory)
         self.settle(memory)
@@ -255,13 +254,13 @@ class BatchScheduler:
         return step
 
     def look_ahead(self, key: Hashable, num_tokens: int, memory: Memory) -> int:
-        """Returns for how many tokens more than it has, up to `num_tokens`, a sequence of this step has pages.
+        """Returns for how many further tokens, up to `num_tokens`, a sequence of this step has pages.
 
-        It gets pages for them if no other waits and the watermark stays free: they are pages that it would take soon.
+        Allocates pages for them if the queue is empty and the watermark stays free. The sequence would need them soon.
         """
         entry = self._decoding[key]
         end = entry.progress.num_computed_tokens
-        # The last token of all is never computed, and the step itself gives one.
+        # The very last token is never computed, and the step itself yields one token.
         num_tokens = min(num_tokens, entry.max_num_tokens - entry.progress.num_tokens)
         num_missing = num_pages_for(end + num_tokens, self._page_size) - entry.num_pages
         if num_missing > 0 and not self._line and memory.num_available_pages - num_missing >= self._watermark:
@@ -270,13 +269,13 @@ class BatchScheduler:
         return max(0, min(num_tokens, entry.num_pages * self._page_size - end))
 
     def accept(self, key: Hashable, num_tokens: int) -> None:
-        """Notes that the last step computed this many tokens more of a decoding sequence, and gave as many more."""
+        """Records that the last step computed and yielded `num_tokens` more tokens of a decoding sequence."""
         progress = self._decoding[key].progress
         progress.num_computed_tokens += num_tokens
         progress.num_tokens += num_tokens
 
     def settle(self, memory: Memory) -> None:
-        """Gives pages and places to all in line that can have them now."""
+        """Assigns pages and batch slots to all queued sequences that can have them now."""
         is_short = is_full = False
         for _, key in tuple(self._line):
             entry = self._entries[key]
@@ -299,7 +298,7 @@ class BatchScheduler:
                 self._preempt(self._worst_running(), "place")
             self._enter(entry, num_missing, memory)
 
-    # --- places ---
+    # --- batch slots ---
 
     def _can_have_place(self, entry: _Entry) -> bool:
         return self.num_running < self._max_batch or self._worst_running().service_class > entry.service_class
@@ -335,7 +334,7 @@ class BatchScheduler:
         )
 
     def _preempt(self, entry: _Entry, reason: Literal["place", "no_page"]) -> None:
-        """Takes a sequence out of the batch; it keeps its pages."""
+        """Removes a sequence from the batch. It retains its pages."""
         self._back_to_line(entry)
         entry.num_shortages += reason == "no_page"
         self._preemptions.append(Preemption(entry.key, reason))
@@ -346,7 +345,7 @@ class BatchScheduler:
         return max(0, num_pages_for(entry.progress.num_tokens, self._page_size) - entry.num_pages)
 
     def _claim(self, entry: _Entry, num_missing: int, memory: Memory) -> bool:
-        """Makes pages available for one that wants to enter; False: it cannot have them now."""
+        """Makes pages available for an entering sequence. Returns False if that is impossible now."""
         wanted = num_missing + self._margin(entry)
         available = memory.num_available_pages
         if wanted <= available:
@@ -381,14 +380,14 @@ class BatchScheduler:
         return max(0, num_pages_for(min(num_tokens + headroom, entry.max_num_tokens), self._page_size) - now)
 
     def _grow(self, memory: Memory) -> None:
-        """Gives decoding sequences the page of their next token, the best-ranked first."""
+        """Allocates the page of the next token for decoding sequences, the best-ranked first."""
         size = self._page_size
         short = [e for e in self._decoding.values() if e.progress.num_computed_tokens >= e.num_pages * size]
         if len(short) > memory.num_available_pages:
             short.sort(key=_rank)
         for entry in short:
             if entry.where is not _Where.DECODING:
-                continue  # it was preempted for one before it
+                continue  # it was preempted for a better-ranked one
             if memory.num_available_pages or self._free_page(entry, memory):
                 memory.grow(entry.key, 1)
                 entry.num_pages += 1
@@ -405,11 +404,11 @@ class BatchScheduler:
 
     @staticmethod
     def _holders(entries: Iterable[_Entry]) -> list[_Entry]:
-        """Those that hold pages, the worst-ranked first."""
+        """Returns the entries that hold pages, the worst-ranked first."""
         return sorted((entry for entry in entries if entry.num_pages), key=_rank, reverse=True)
 
     def _evict_some(self, victims: list[_Entry], freed: list[int], num_pages: int, memory: Memory) -> None:
-        """Takes the pages of as few of these as free `num_pages` pages."""
+        """Evicts victims in order until `num_pages` pages are free."""
         num_freed = 0
         for victim, num_freed_then in zip(victims, freed, strict=True):
             if num_freed >= num_pages:
@@ -428,12 +427,12 @@ class BatchScheduler:
         entry.num_pages = 0
         progress.num_computed_tokens = memory.evict(entry.key)
         if self.replays_in_chunks:
-            # All but the last: what continues an answer is a step of decoding, as it would have been.
+            # All but the last token: the step that continues a response must be a decode step, as without preemption.
             progress.num_chunked_tokens = max(progress.num_chunked_tokens, progress.num_tokens - 1)
         self._waiting_tokens += _uncomputed_in_chunks(progress)
         self._preemptions.append(Preemption(entry.key, "swapped" if progress.num_computed_tokens else "recomputed"))
 
-    # --- books ---
+    # --- queue and batch ---
 
     def _new_rank(self, service_class: int) -> tuple[int, int, int]:
         return (service_class, 1, next(self._numbers))

@@ -1,19 +1,20 @@
-"""Proposes tokens for the sequences of a step, so that one pass of the model may give several of them.
+"""Drafts tokens for the sequences of a step, so that one pass of the model can yield several tokens.
 
-Speculation changes no answer. The model chooses in every place what it would have chosen in a step of its own: the
-likeliest token, or the winner by noise that is a function of (seed, position, token id). A proposal counts only if it
-is that choice. Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) gives tokens of the same distribution; this
-gives the same tokens, and so the same distribution, too. The draft draws with the same noise, which makes its token the
-model's nearly as often as rejection sampling would accept one (Gumbel coupling: Daliri, Musco, Suresh 2025, "Coupling
-without communication and drafter-invariant speculative decoding"). So an answer continues anywhere, with or without
-speculation. Where the model's arithmetic is not exact, a place of a longer pass may differ from a pass of its own by
-rounding, as results may there whatever shares their step.
+Speculation does not change responses. At every position, the model selects the token that it would select without
+speculation: the most likely token, or the winner under noise that is a function of (seed, position, token id). A draft
+token is accepted only if it equals that token. Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) preserves
+the distribution of tokens. This method preserves the tokens themselves, and therefore also the distribution. The draft
+model samples with the same noise, so its tokens match nearly as often as rejection sampling would accept them (Gumbel
+coupling: Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative decoding"). A
+response can therefore continue on any worker, with or without speculation. If the model's arithmetic is not exact, a
+position in a longer pass may differ by rounding from a pass with one token. In that case, results vary with the
+composition of a step anyway.
 
-Two sources: what the sequence said before (services.engine.speculation.lookup), and a draft model
-(services.engine.speculation.draft). For each step and each sequence the better one is taken, and as many tokens as are
-worth their time by what is measured (decode_worker.payoff): at a large batch, where a row costs what it gives, or for a
-text that cannot be guessed, nothing is proposed. Failure cases: no room in the draft's pool, or a sequence longer than
-its context: then it has no say.
+There are two sources: text that the sequence already contains (services.engine.speculation.lookup), and a draft model
+(services.engine.speculation.draft). For each step and sequence, the better source is used, for as many tokens as
+measurements justify (decode_worker.payoff). Nothing is drafted if the batch is so large that an additional batch item
+costs as much as it yields, or if the text is unpredictable. The draft model skips a sequence if its page pool is full
+or if the sequence exceeds its context length.
 
 Belongs to the engine thread.
 """
@@ -57,23 +58,23 @@ from services.scheduling.prediction import (
 
 DEFAULT_DEPTH = 8
 READ_SHARE = 0.25
-"""A draft reads what it lacks of a prompt in parts that take so much of a step's time, at least READ_TOKENS."""
+"""Fraction of a step's time in which a draft model reads a missing part of a prompt. It reads READ_TOKENS at least."""
 READ_TOKENS = 32
 TRY_AGAIN_STEPS = 512
-"""Steps without proposals, or without the draft's, after which what was measured of them is forgotten."""
+"""Steps without draft tokens (or without the draft model) after which their measurements are discarded."""
 TRIED_STEPS = 4
-"""Steps in which they are tried by what they would take elsewhere, since a first measurement may be anything."""
+"""Number of steps that use default speeds before measured ones, because a first measurement is unreliable."""
 GUESSES_TO_COME = 3
-"""As many guesses of a draft are weighed before there is one."""
+"""Number of draft tokens assumed when the gain of drafting is estimated in advance."""
 STEPS_TO_COME = 64
-"""Most steps that are expected to make up for reading a prompt."""
+"""Maximum number of steps that are expected to repay the cost of reading a prompt."""
 DEFAULT_GUESS = DEFAULT_DECODE.times(0.1)
-"""Speed of a draft, until it was measured."""
+"""Speed of a draft model before it has been measured."""
 DEFAULT_READ = DEFAULT_PREFILL.times(0.1)
 
 
 class Candidate(NamedTuple):
-    """A sequence of the step that takes its next token, and for how many proposals there is room."""
+    """A sequence of the step that samples its next token, and the number of draft tokens that its pages can hold."""
 
     sequence: Sequence
     num_free: int
@@ -81,13 +82,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownProposal(Proposal):
-    """Tokens that may come next, all of one source, and what is known of the chances of each."""
+    """Draft tokens from one source, with the kind of each token."""
 
     kinds: tuple[Kind, ...]
 
     @property
     def source(self) -> Source:
-        """Where they are from."""
+        """Returns the source of the draft tokens."""
         return self.kinds[0].source
 
 
@@ -99,7 +100,7 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Chain:
-    """A sequence that the draft is to guess for, and the kinds of those guesses that are worth it."""
+    """A sequence for the draft model, and the kinds of its draft tokens that are worth verifying."""
 
     candidate: Candidate
     record: Record
@@ -109,7 +110,7 @@ class _Chain:
 
 @dataclass(eq=False, slots=True)
 class _Tried:
-    """In how many steps something was measured, and when last."""
+    """In how many steps something was measured, and the last of these steps."""
 
     num: int = 0
     last_step: int = 0
@@ -123,7 +124,7 @@ class _Tried:
         self.last_step = step
 
     def forget_if_old(self, step: int) -> bool:
-        """Has it tried as if for the first time, if the last time is long ago; whether it is."""
+        """Resets the count if the last measurement is too old. Returns whether it did."""
         if step - self.last_step <= TRY_AGAIN_STEPS:
             return False
         self.num, self.last_step = 0, step
@@ -131,15 +132,15 @@ class _Tried:
 
 
 class Speculator:
-    """Proposes for the sequences of one worker, and learns from what became of it."""
+    """Drafts tokens for the sequences of one worker, and learns from their acceptance."""
 
     def __init__(
         self, *, clock: Clock, uses_ngrams: bool = True, draft: DraftModel | None = None, max_depth: int = DEFAULT_DEPTH
     ) -> None:
-        """At most `max_depth` tokens are proposed for a sequence in a step.
+        """Drafts at most `max_depth` tokens per sequence and step.
 
-        `clock` is for what the engine's thread does: where others use its core, the time that it has computed is what
-        plain steps and others can be compared by.
+        `clock` measures the engine thread. If other threads compete for its core, CPU time is what makes plain and
+        speculative steps comparable.
         """
         assert max_depth > 0, "a worker that proposes nothing needs no speculator"
         self._clock = clock
@@ -149,21 +150,22 @@ class Speculator:
         self._requests: dict[Hashable, _Request] = {}
         self._everybody = Record(WORKER_HALF_LIFE_STEPS)
         self._guesses: dict[int, DecodeMeter] = {}
-        """By the size of the batch: at one it says little of another."""
+        """Keyed by the magnitude of the batch size, because one size predicts little about another."""
         self._reads = PrefillMeter(DEFAULT_READ)
         self._proposing = _Tried()
         self._drafting = _Tried()
         self._slowness = 1.0
-        """A step's time here over the default's, which is a large GPU's."""
+        """Step time on this machine relative to the default, which describes a large GPU."""
         self._balances: dict[int, Balance] = {}
         self._current: tuple[Balance, int] | None = None
-        """For the step that is being computed, with its sequences that decode; whether proposals were looked for."""
+        """State of the current step: its balance and number of decoding sequences. `_is_tried` is set once drafting
+        starts."""
         self._is_tried = False
         self._began_s = self._read_s = 0.0
         self._step = 0
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether anything is to be proposed in the step that begins, with these sequences. Once a step."""
+        """Returns whether to draft tokens in the step that starts now with `num_sequences`. Call it once per step."""
         self._began_s = self._clock.monotonic()
         self._step += 1
         balance = self._balances.setdefault(num_sequences.bit_length(), Balance())
@@ -171,9 +173,10 @@ class Speculator:
         return balance.is_open()
 
     def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, KnownProposal]:
-        """Returns tokens for the sequences for which it pays, in a step that is open.
+        """Returns draft tokens for the sequences for which they pay off, in a step that is open.
 
-        `speed` is that of the worker's steps, by any clock: a proposal costs what one more sequence would.
+        `speed` is the speed of the worker's steps, measured with any clock. A draft token costs as much as one more
+        sequence.
         """
         assert self._current is not None, "the step is open"
         balance, num_sequences = self._current
@@ -209,13 +212,13 @@ class Speculator:
         return proposals
 
     def learn(self, key: Hashable, proposal: KnownProposal, tokens: SequenceOf[SampledToken]) -> None:
-        """What was chosen behind a proposal, up to the first token that it did not have."""
+        """Learns from the tokens sampled for a proposal, up to the first mismatch."""
         record = self._requests[key].record
         for token, token_id, kind in zip(tokens, proposal.token_ids, proposal.kinds, strict=False):
             record.note(kind, self._step, float(token.token_id == token_id))
 
     def end_step(self, num_accepted: int, *, is_comparable: bool) -> None:
-        """Notes how many proposals were right. Not comparable: something else than decoding was in the step."""
+        """Records how many draft tokens were accepted. Set `is_comparable` if the step only decoded."""
         if self._current is not None and is_comparable:
             balance, num_sequences = self._current
             time_s = self._clock.monotonic() - self._began_s
@@ -226,13 +229,13 @@ class Speculator:
         self._current, self._is_tried, self._read_s = None, False, 0.0
 
     def free(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
         self._requests.pop(key, None)
         if self._draft is not None:
             self._draft.free(key)
 
     def check_integrity(self) -> None:
-        """Raises InvariantViolated where the draft's books are wrong. At rest."""
+        """Raises InvariantViolated if the state of the draft model is inconsistent. Call it while idle."""
         if self._requests:
             raise InvariantViolated("requests are remembered that have ended")
         if self._draft is not None:
@@ -248,10 +251,10 @@ class Speculator:
     def _depth(self, candidate: Candidate) -> int:
         return min(self.max_depth, candidate.num_free)
 
-    # --- what was said before ---
+    # --- n-gram lookup ---
 
     def _look_up(self, candidate: Candidate, request: _Request, cost: float) -> tuple[KnownProposal | None, float]:
-        """Proposes what is worth its cost; with what is gained by it, in tokens."""
+        """Returns the looked-up tokens that are worth their cost and the expected gain, in tokens."""
         if not self._uses_ngrams:
             return None, 0.0
         sequence = candidate.sequence
@@ -263,10 +266,13 @@ class Speculator:
         num, gain = worthwhile([request.record.chance(kind, self._step) for kind in kinds], cost)
         return (KnownProposal(tuple(token_ids[:num]), tuple(kinds[:num])), gain) if num else (None, 0.0)
 
-    # --- the draft ---
+    # --- the draft model ---
 
     def _draft_gain(self, candidate: Candidate, request: _Request, price: Price, row_s: float, num: int) -> float:
-        """What the draft is expected to give one of `num` sequences, in tokens; 0 where reading it is too much."""
+        """Returns the expected gain of drafting for one of `num` sequences, in tokens.
+
+        Returns 0 if reading the missing part of the prompt costs too much.
+        """
         assert self._draft is not None
         sequence = candidate.sequence
         chances = [request.record.chance(_any(sequence), self._step)] * min(GUESSES_TO_COME, self._depth(candidate))
@@ -280,7 +286,10 @@ class Speculator:
     def _draft_all(
         self, draft: DraftModel, chains: list[_Chain], price: Price, step_s: float
     ) -> list[tuple[_Chain, KnownProposal]]:
-        """Guesses for these, as far as it is worth it. A chain that lacks much reads a part instead."""
+        """Drafts tokens for these chains as long as it pays off.
+
+        A chain that lacks many tokens reads some of them instead.
+        """
         lacking = [draft.num_lacking(chain.candidate.sequence) for chain in chains]
         num_to_read = self._num_to_read(step_s)
         for chain, num in zip(chains, lacking, strict=True):
@@ -292,7 +301,7 @@ class Speculator:
         sequences = [chain.candidate.sequence for chain in chains]
         began_s = self._clock.monotonic()
         if max(lacking) > 1:
-            draft.catch_up(sequences)  # by itself: it is not a part of what a guess takes
+            draft.catch_up(sequences)  # separately, because it is not part of the cost of a draft token
             lacking_since_s, began_s = began_s, self._clock.monotonic()
             price.add(num_tokens=0.0, time_s=began_s - lacking_since_s)
         limits = [self._limit(chain, len(chains), price) for chain in chains]
@@ -307,7 +316,10 @@ class Speculator:
         ]
 
     def _limit(self, chain: _Chain, num_chains: int, price: Price) -> Limit:
-        """Guess on as long as one more is worth its time: its own, its part of a round's, and that of its row."""
+        """Returns the limit for a chain. Drafting continues as long as the next token is worth its time.
+
+        That time consists of the token's own time, its share of the round, and the time of its batch item.
+        """
         sequence = chain.candidate.sequence
         chances = [chain.record.chance(kind, self._step) for kind in _levels(sequence)]
         next_chance = chain.record.chance(_any(sequence), self._step)
@@ -329,13 +341,16 @@ class Speculator:
         price.add(num_tokens=0.0, time_s=now_s - began_s)
 
     def _weigh(self, chain: _Chain, guesses: list[Guess], chances: SequenceOf[float], price: Price) -> None:
-        """Takes the guesses that are worth their rows, up to the first that is not; `chances` are those of levels."""
+        """Selects the draft tokens that are worth verifying, up to the first one that is not.
+
+        `chances` holds the acceptance probability of each level.
+        """
         sequence = chain.candidate.sequence
         kinds = _levels(sequence)
         reached = 1.0
         for guess in guesses:
             level = guess.level
-            # Also of those that are not taken: this is what a guess is expected to be worth before it is made.
+            # Records untaken draft tokens too: they set the prior for the next draft token.
             chain.record.note(_any(sequence), self._step, chances[level])
             reached *= chances[level]
             if reached <= price.of(chain.row_s):
@@ -344,14 +359,14 @@ class Speculator:
             price.add(num_tokens=reached, time_s=chain.row_s)
 
     def _guess_s(self, sequence: Sequence, num_sequences: int) -> float:
-        """The time of a guess for one of `num_sequences` sequences: its own, and its part of the round's."""
+        """Returns the time of a draft token for one of `num_sequences` sequences, including its share of the round."""
         meter = self._guesses.get(num_sequences.bit_length())
         is_known = self._drafting.is_known
         speed = meter.speed if meter is not None and is_known else DEFAULT_GUESS.times(self._slowness)
         return speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + speed.overhead_s / num_sequences
 
     def _read_speed(self) -> PrefillSpeed:
-        """The draft's for prompts, or before it was measured what this machine makes likely."""
+        """Returns the draft model's prefill speed, or an estimate for this machine before the first measurement."""
         speed = self._reads.speed
         return speed.times(self._slowness) if speed is DEFAULT_READ else speed
 
@@ -372,17 +387,17 @@ class Speculator:
 
 
 class Speculation(StepFeature):
-    """Has a speculator propose for the sequences of a step that have begun their answer and take its next token."""
+    """Connects a speculator to the decode loop. It drafts for sequences that decode and have emitted a token."""
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
 
     def free(self, key: Hashable) -> None:
-        """Forgets a sequence. Unknown keys are ignored."""
+        """Removes a sequence. Ignores unknown keys."""
         self._speculator.free(key)
 
     def propose(self, step: StepAhead) -> Mapping[Hashable, Proposal]:
-        """Returns proposals for sequences for which it pays, and takes pages for them if nobody waits for these."""
+        """Returns draft tokens where they pay off. Allocates pages for them if no sequence waits for pages."""
         decoding = [work for work in step.work if work.samples and work.num_tokens == 1]
         if not decoding or not self._speculator.is_open(len(decoding)):
             return {}
@@ -395,17 +410,17 @@ class Speculation(StepFeature):
         return self._speculator.propose(candidates, speed=step.decode) if candidates else {}
 
     def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
-        """Notes which proposals were right."""
+        """Learns which draft tokens were accepted."""
         if isinstance(proposal, KnownProposal):
             self._speculator.learn(key, proposal, tokens)
 
     def end_step(self, step: StepTaken) -> None:
-        """Notes what a step gave, if it can be compared with others."""
+        """Records the yield of a step if it is comparable with others."""
         is_decoding_only = all(work.samples and work.num_tokens == 1 for work in step.work)
         self._speculator.end_step(step.num_accepted, is_comparable=is_decoding_only and not step.reports_prompts)
 
     def check_books(self) -> None:
-        """Raises InvariantViolated where something is remembered of a sequence that has ended."""
+        """Raises InvariantViolated if the speculator holds state of a sequence that has ended."""
         self._speculator.check_integrity()
 
 

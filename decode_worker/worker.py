@@ -1,21 +1,20 @@
-"""The event loop's side of a decode worker: a request's life from admission to its last token.
+"""The event loop's side of a decode worker: the request lifecycle from admission to the last token.
 
-Lifetimes are scopes, and there is no task per request (but one while it is handed over to another decode worker): what
-happens to a request comes in as calls, and every call that ends it goes through `_end`. It holds two things, with two
-ends:
+Lifetimes are scopes. A request has no task, except while it is handed over to another decode worker. Everything that
+happens to it arrives as a call, and every call that ends it goes through `end`. It holds two resources:
 
-    the attempt   entry in the table, deadline     from `_on_admit` until `_end`: finished, failed, cancelled,
-                                                   superseded, deadline passed, session ended, engine broken
-    its pages     the promise, pages of the pool   from `_on_admit` until `_free`: at once with the attempt's end,
-                                                   unless a transfer is writing into them; then when the transfer says
-                                                   that nothing does (`release`), which its abort brings about;
-                                                   or a transfer is reading them: when its task and its abort have ended
+    the attempt: its table entry and deadline
+        From `_on_admit` until `end`, for any reason.
+    its pages: the admission and pages of the pool
+        From `_on_admit` until `free`. Usually that is when the attempt ends. If a transfer writes into the pages, it
+        is when the transfer calls `release`, which its abort triggers. If a transfer reads the pages, it is when the
+        task of the transfer and its abort have ended.
 
-The canceller (a command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. A
-transfer that the prefill side cancelled is not answered here either: the prefill worker has. The fence is the table: a
-transfer, a commit or a report of the engine about an attempt that is not in it is refused or dropped.
+The party that cancels (a command, a newer attempt, a session that ended) reports the end itself, so this module emits
+nothing for it, nor for a transfer that the prefill side cancelled and reported. The table is the fence: a transfer, a
+commit, or an engine report for an attempt that is not in the table is rejected or dropped.
 
-Nothing here touches a tensor; the engine thread is given commands and sends reports.
+Nothing here accesses tensors. The engine thread receives commands and sends reports.
 """
 
 import asyncio
@@ -69,18 +68,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a decode worker takes on."""
+    """Limits on the load of a decode worker."""
 
     max_admitted: int
     is_optimistic: bool = True
-    """Whether requests are let in by what they are expected to need, not by their worst case."""
+    """Whether requests are admitted by their expected length instead of their worst case."""
 
 
 class DecodeWorker(EngineWorker[DecodeAttempt]):
-    """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
+    """Receives pages, generates tokens, and hands sequences over to other decode workers. Create it on the event loop.
 
-    `arrivals` is the target of its LinkReceiver. `make_engine` is given the function that reports go to. What plugs in
-    (`arrivals`, `moves`) uses the methods without an underscore.
+    `arrivals` is the target of its LinkReceiver. `make_engine` receives the function that handles reports. `arrivals`
+    and `_moves` use the methods without an underscore.
     """
 
     name = "decode worker"
@@ -119,7 +118,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         super().__init__(around, facts, engine=self.engine, handlers=handlers, peer_links=around.links.peer_links)
 
     def load(self) -> Load:
-        """How busy the worker is now."""
+        """Returns the current load of the worker."""
         return Load(
             *self._pages,
             promised_pages=max(0, self._book.promised_pages - self._pages.reserved - self._pages.used),
@@ -138,11 +137,11 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         )
 
     async def wait_idle(self) -> None:
-        """Returns when every attempt has ended and its pages are free; each has a deadline."""
+        """Waits until every attempt has ended, at its deadline at the latest, and its pages are free."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
-        """Fails what is left, waits until nothing is held, and stops the engine."""
+        """Fails the remaining attempts, waits until they hold no resources, and stops the engine."""
         self._is_draining = True
         self._fail_attempts(self._leaving())
         await self.arrivals.close()
@@ -195,11 +194,11 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             self.start(attempt, num_computed_tokens=0, emitted_token_ids=spec.emitted_token_ids)
 
     def find(self, key: AttemptKey) -> DecodeAttempt | None:
-        """The attempt of exactly this number, or None: it has ended, or was superseded."""
+        """Returns the attempt with exactly this number, or None if it has ended or was superseded."""
         return self._attempts.find(key)
 
     def find_of(self, session: Session, attempt_id: worker_pb2.AttemptId) -> DecodeAttempt | None:
-        """An attempt of this session, or None. Raises InvalidRequest for a name that cannot be."""
+        """Returns an attempt of this session, or None. Raises InvalidRequest if the ID is malformed."""
         attempt = self._attempts.find(read_key(attempt_id))
         return attempt if attempt is not None and attempt.session is session else None
 
@@ -215,15 +214,15 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
     def _lose(self, attempt: DecodeAttempt) -> None:
         self.end(attempt, "cancelled", RequestCancelled("the gateway's session ended"))
 
-    # --- the life of an attempt ---
+    # --- the lifecycle of an attempt ---
 
     async def _begin_grammar(self, spec: AttemptSpec[Sampling], form: AnswerForm) -> GrammarState:
-        """Replays the emitted tokens too: with the same ones, the answer continues as it would have."""
+        """Compiles the constraint and replays the emitted tokens, so that the response continues unchanged."""
         assert self._grammars is not None, "such a request was refused"
         return await self._grammars.begin(form, eos_token_ids=spec.eos_token_ids, token_ids=spec.emitted_token_ids)
 
     def start(self, attempt: DecodeAttempt, *, num_computed_tokens: int, emitted_token_ids: list[int]) -> None:
-        """Has the attempt computed; as soon as it has its grammar, which is usually long before its pages are here."""
+        """Starts the computation once the grammar is compiled, which is usually long before the pages arrive."""
         spec = attempt.spec
 
         def begin(grammar: Grammar | None) -> None:
@@ -235,7 +234,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             )
 
         def begin_with(task: "asyncio.Task[GrammarState]") -> None:
-            if attempt.phase is not Phase.ENDED:  # as it is where the grammar could not be made
+            if attempt.phase is not Phase.ENDED:  # it has ended if compiling failed
                 begin(task.result())
 
         if attempt.grammar is None:
@@ -258,7 +257,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         self.end(attempt, "failed", error, answer=failed(error))
 
     def end(self, attempt: DecodeAttempt, outcome: str, reason: TandemError, *, answer: Payload | None = None) -> None:
-        """Ends an attempt, once: whatever comes first. Its pages are freed now, or when a transfer lets them go."""
+        """Ends an attempt, once. Its pages are freed now, or when their transfer releases them."""
         if attempt.phase is Phase.ENDED:
             return
         attempt.phase = Phase.ENDED
@@ -281,14 +280,14 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             self.free(key)
 
     def free(self, key: AttemptKey) -> None:
-        """Frees the pages of an attempt and its promise, when no transfer has them."""
+        """Frees the pages and the admission of an attempt. No transfer may use the pages."""
         self.command(lambda: self.engine.free(key))
         self._book.withdraw(key)
         self.sessions.load_changed()
         if not len(self._book):
             self._is_idle.set()
 
-    # --- what the engine thread says ---
+    # --- reports of the engine thread ---
 
     def _on_report(self, report: DecodeReport) -> None:
         self._note_step(
@@ -309,10 +308,10 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         if report.advances:
             self._context_tokens = sum(advance.start + advance.num_tokens for advance in report.advances)
         if not report.num_running:
-            self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
+            self.sessions.load_changed()  # reports an idle worker as idle at once, even if its last step emits no event
 
     def _on_advances(self, report: DecodeReport) -> None:
-        """Tells each gateway the tokens of the step, together as far as nothing else is to be said about them."""
+        """Sends each gateway the tokens of the step. Tokens that need no other details are sent in one message."""
         steps: dict[Session, StepTokens] = {}
         for advance in report.advances:
             assert isinstance(advance.key, AttemptKey), "only attempts are computed"
@@ -329,7 +328,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
             self.sessions.emit_step(session, tokens)
 
     def _on_advance(self, attempt: DecodeAttempt, advance: Advance, report: DecodeReport) -> SampledToken | None:
-        """Says what happened to a sequence, but for a token about which there is nothing else to say: that is given."""
+        """Emits the events of a sequence. Returns a token instead if it needs no other details."""
         if attempt.is_local and not attempt.has_begun:
             attempt.has_begun = True
             self._on_prefill_begun(attempt, advance, report)
@@ -338,7 +337,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
                 began_unix_ns = attempt.spans.told_unix_ns(report.start_unix_ns)
                 self.emit(attempt, worker_pb2.DecodeStarted(began_unix_ns=began_unix_ns))
             attempt.note_step(report)
-        elif attempt.is_local and not attempt.decoding_since_unix_ns:  # later: pages that were lost to others
+        elif attempt.is_local and not attempt.decoding_since_unix_ns:  # later chunks recompute preempted pages
             attempt.spans.chunk(
                 report.start_unix_ns, report.end_unix_ns, start=advance.start, num_tokens=advance.num_tokens
             )
@@ -363,7 +362,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         return None
 
     def _on_prefill_begun(self, attempt: DecodeAttempt, advance: Advance, report: DecodeReport) -> None:
-        """The first tokens of a prompt that is computed here were computed, or all were here already."""
+        """Handles the first computed tokens of a local prompt, or a prompt whose pages were all cached."""
         num_cached_tokens = min(advance.start, len(attempt.spec.prompt_token_ids))
         queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - report.seconds)
         began_unix_ns = attempt.spans.told_unix_ns(report.start_unix_ns)
@@ -400,6 +399,6 @@ class Servicer(worker_pb2_grpc.DecodeWorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[worker_pb2.StepEvents]:
-        """One gateway's stream."""
+        """Serves the stream of one gateway."""
         async for events in self._sessions.serve(request_iterator):
             yield events

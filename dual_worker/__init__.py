@@ -1,4 +1,4 @@
-"""The worker process that changes its role: a prefill worker or a decode worker, with the same weights and pages.
+"""A worker process that can change its role between prefill and decode, with the same weights and pages.
 
-Above both worker packages, which know nothing of each other and nothing of it.
+Depends on both worker packages. They depend neither on each other nor on this package.
 """

@@ -1,10 +1,10 @@
-"""Starts a worker that changes its role."""
+"""Entry point of a worker that can change its role."""
 
 import sys
 
-import services.runtime.first_process  # first: what comes after it takes seconds
-import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
-import worker.extra  # noqa: F401 - before what needs its packages
+import services.runtime.first_process  # first: the imports below take seconds
+import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which reads these variables when it is imported
+import worker.extra  # noqa: F401 - before the modules that need its packages
 from decode_worker.role import DECODE
 from dual_worker.config import DualWorkerConfig
 from prefill_worker.role import PREFILL

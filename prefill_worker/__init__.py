@@ -1,4 +1,4 @@
 """Computes prompts in chunks and streams their pages out.
 
-Generates no token but the first, and knows no gateway's queue or routing.
+Generates only the first token. Does not depend on the gateway's queue or routing.
 """

@@ -1,8 +1,8 @@
-"""Starts a prefill worker, which keeps its role."""
+"""Entry point of a prefill worker with a fixed role."""
 
-import services.runtime.first_process  # first: what comes after it takes seconds
-import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which looks at what it sets when it is imported
-import worker.extra  # noqa: F401 - before what needs its packages
+import services.runtime.first_process  # first: the imports below take seconds
+import services.runtime.quiet_grpc  # noqa: F401 - before gRPC, which reads these variables when it is imported
+import worker.extra  # noqa: F401 - before the modules that need its packages
 from prefill_worker.role import PREFILL
 from services.runtime import process
 from worker.startup import run

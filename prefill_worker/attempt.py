@@ -1,4 +1,4 @@
-"""One attempt at a prompt: what is known of it, on the event loop. What happens to it is in `prefill_worker.worker`."""
+"""State of one prefill attempt, on the event loop. `prefill_worker.worker` changes it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MAX_TOLD_CHUNKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What was fetched of a prompt's beginning from another worker, and how long that took."""
+    """Size of a prefix fetched from another worker, and the time that the fetch took."""
 
     num_tokens: int
     num_bytes: int
@@ -37,46 +37,46 @@ class PrefillAttempt(EngineAttempt):
     arrived_s: float
     task: "asyncio.Task[None]" = field(init=False)
     pull: worker_pb2.Pull | None = None
-    """The worker from which the prompt's beginning is to be fetched."""
+    """The worker from which to fetch the beginning of the prompt."""
     embedding: EmbeddingWish | None = None
-    """What becomes of its hidden states; None: it is answered, and its pages are handed over."""
+    """How to embed the prompt. None if the request generates a response and hands its pages over."""
     pulled: Pulled = NOTHING_PULLED
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
-    """The engine may hold pages for it."""
+    """Whether the engine may hold pages for it."""
     former: Kept | None = None
-    """What an earlier attempt has computed of the same."""
+    """Pages of the same prompt from an earlier attempt."""
     kept: Kept | None = None
-    """What this one has computed or taken over."""
+    """Pages that this attempt computed or adopted."""
     grammar: Grammar | None = None
-    """What the first token must keep to; None: it may be any, or is known."""
+    """Constraint on the first token. None if the token is unconstrained or already known."""
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[PrefillReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
     sending_since_unix_ns: int | None = None
     outcome: str = "cancelled"
     abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
     started_unix_ns: int = 0
-    """When the gateway was told that it has begun."""
+    """Time at which the gateway was notified of the start."""
     _computed: list[tuple[int, int, int]] = field(default_factory=list)
-    """Its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
+    """Its first chunks: start and end of the step, in Unix nanoseconds, and the number of tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Returns the number of tokens in the prompt."""
         return len(self.spec.prompt_token_ids)
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether a token is sampled here that must keep to a form: one that has emitted tokens samples nothing."""
+        """Returns whether a constrained token is sampled here. A request that has emitted tokens samples none."""
         return self.spec.form is not None and not self.spec.emitted_token_ids
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the prompt's tokens are reported, so that it is computed in the background."""
+        """Returns whether prompt log-probabilities are reported. Such prompts are computed in the background."""
         return self.spec.sampling.prompt_logprobs is not None and not self.spec.emitted_token_ids
 
     async def next_chunk(self) -> ComputedChunk:
-        """Returns what the next step computes of the prompt, which is then in its spans. Raises NonFiniteLogits."""
+        """Returns the next computed chunk of the prompt and records its span. Raises NonFiniteLogits."""
         report, chunk = await self.chunks.get()
         self.spans.chunk(report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens)
         if isinstance(chunk.outcome, NonFiniteLogits):
@@ -84,13 +84,13 @@ class PrefillAttempt(EngineAttempt):
         return chunk
 
     def note_chunk(self, report: PrefillReport, chunk: ComputedChunk) -> None:
-        """Notes what a step computed of the prompt."""
+        """Queues a computed chunk of the prompt."""
         self.chunks.put_nowait((report, chunk))
         if len(self._computed) < MAX_TOLD_CHUNKS:
             self._computed.append((report.start_unix_ns, report.end_unix_ns, chunk.num_tokens))
 
     def told_chunks(self) -> list[worker_pb2.PromptChunk]:
-        """How its prompt was computed; a step may have begun before its beginning was told."""
+        """Returns the timing of the first chunks. A step may start before its start is reported to the gateway."""
         return [
             worker_pb2.PromptChunk(
                 began_s=max(0, start_unix_ns - self.started_unix_ns) / 1e9,
@@ -101,6 +101,9 @@ class PrefillAttempt(EngineAttempt):
         ]
 
     def end(self, outcome: str, abort_reason: TandemError | None) -> None:
-        """Notes how it ended, and why its transfer, if it has one, must be aborted; None: it was committed."""
+        """Records the outcome, and the reason to abort its transfer if it has one.
+
+        None if the transfer was committed.
+        """
         self.outcome = outcome
         self.abort_reason = abort_reason

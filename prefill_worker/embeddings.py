@@ -1,4 +1,4 @@
-"""What becomes of the hidden states of a prompt that is embedded: its vector, with which the attempt ends."""
+"""Turns the hidden states of an embedding request into its embedding, which ends the attempt."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _POOLINGS: dict[int, Pooling] = {worker_pb2.POOLING_LAST: "last", worker_pb2.POO
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWish:
-    """How a prompt is embedded: the vector has its first `dimensions` numbers, all of them if that is 0."""
+    """Parameters of an embedding. It is truncated to `dimensions` values, or complete if that is 0."""
 
     pooling: Pooling
     dimensions: int
@@ -24,7 +24,10 @@ class EmbeddingWish:
 
     @classmethod
     def read(cls, message: worker_pb2.Embed, *, is_offered: bool) -> "EmbeddingWish":
-        """Returns what a command asks for. Raises InvalidRequest, NotOffered where the engine gives no states."""
+        """Parses an embedding command.
+
+        Raises InvalidRequest, or NotOffered if the engine does not support embeddings.
+        """
         if not is_offered:
             raise NotOffered("the engine of this worker gives no embeddings", field="model")
         pooling = _POOLINGS.get(message.pooling)
@@ -33,7 +36,7 @@ class EmbeddingWish:
         return cls(pooling, message.dimensions, message.is_normalized)
 
     async def vector_of(self, next_chunk: Callable[[], Awaitable[ComputedChunk]], *, num_tokens: int) -> bytes:
-        """Waits for the last chunk of a prompt of `num_tokens`; returns its embedding, as `vector`.
+        """Waits for the last chunk of a prompt of `num_tokens`. Returns its embedding in the format of `vector`.
 
         Raises NonFiniteLogits, and InvalidRequest as `vector` does.
         """
@@ -43,9 +46,9 @@ class EmbeddingWish:
         return self.vector(chunk.outcome.state, num_tokens=num_tokens)
 
     def vector(self, pooled: np.ndarray, *, num_tokens: int) -> bytes:
-        """Returns the embedding, little-endian float32, of what was pooled of a prompt of `num_tokens`, [hidden].
+        """Returns the embedding (little-endian float32) of a prompt of `num_tokens` from its pooled state, [hidden].
 
-        Raises InvalidRequest where more dimensions are asked for than the model has.
+        Raises InvalidRequest if more dimensions are requested than the model has.
         """
         if self.dimensions > len(pooled):
             raise InvalidRequest(f"dimensions must be at most {len(pooled)}", field="dimensions")

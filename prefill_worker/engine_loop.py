@@ -1,7 +1,7 @@
-"""What a prefill worker does on its engine thread: compute the next chunks, and say which pages are complete.
+"""The engine thread of a prefill worker: computes the next chunks and reports complete pages.
 
-The thread that calls `step` owns everything here. Messages, tasks, transfers and the order in which prompts get their
-turn are the event loop's business; this file knows none of them.
+The thread that calls `step` owns all objects here. Messages, tasks, transfers, and the admission order of prompts
+belong to the event loop. This module does not depend on them.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,16 +26,16 @@ from worker.engine import CachedPrefix, ComputedChunk, KeptPages, PrefillEngine,
 from worker.engine_pages import EnginePages
 
 STEP_TARGETS = StepTargets(alone_s=0.050)
-"""Longer than a decode worker's: only prompts wait for a step here, and how many come is known."""
+"""Longer than a decode worker's target: only prompts wait for a step here, and their number is known."""
 UNMEASURED_TOKENS = 128
-"""Most tokens of a step before its time is known: a whole prompt takes minutes on a slow machine."""
+"""Maximum tokens of a step before its speed is known. A whole prompt takes minutes on a slow machine."""
 
 
 class PrefillLoop(PrefillEngine):
-    """The prompts that are being computed, and the pages of computed ones for as long as nobody needs the room.
+    """The prompts that are being computed, and the retained pages of computed prompts until they are evicted.
 
-    A prompt begins behind those of its first tokens whose pages are cached. At least one token is always computed,
-    because the first answer comes out of it.
+    A prompt starts after its cached prefix. At least one token is always computed, because it yields the first token of
+    the response.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class PrefillLoop(PrefillEngine):
         return kept.page_ids
 
     def drop_kept(self, key: Hashable) -> None:
-        """Implements PrefillEngine; pages with names may still be found by their content."""
+        """Implements PrefillEngine. Named pages remain in the prefix cache."""
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._pages.drop(kept)
 
     def step(self) -> bool:
-        """Schedules, computes, applies and reports a step; returns whether more is to be computed."""
+        """Schedules, computes, applies, and reports a step. Returns whether work remains."""
         start_s = self._clock.monotonic()
         speed = self.speedometer.prefill
         chunks = self._scheduler.next_step(
@@ -112,7 +112,7 @@ class PrefillLoop(PrefillEngine):
         result = self._runner.run(plan)
         computed = tuple(map(self._apply, chunks, result.outcomes))
         self._report(start_unix_ns, computed)
-        # All that a step costs this thread is a part of what the next ones will take; reporting a prompt costs more.
+        # The time of a step includes all its work on this thread. Steps that report prompts are slower and excluded.
         end_s = self._clock.monotonic()
         if is_usual:
             work = [(chunk.start, chunk.num_tokens, True) for chunk in chunks]
@@ -160,7 +160,7 @@ class PrefillLoop(PrefillEngine):
 def prefill_loop(
     parts: EngineParts, on_report: Callable[[PrefillReport], None], *, chunk_tokens: int, clock: Clock
 ) -> PrefillLoop:
-    """The loop of a loaded model, which knows the speed of the steps that were rehearsed."""
+    """Returns the loop of a loaded model. Its step-time estimator starts with the measurements of the warm-up."""
     pages = EnginePages(parts.allocator, page_size=parts.pool.layout.page_size, clock=clock, tier=parts.tier)
     pages.speedometer.observe_steps(parts.first_steps, clock.monotonic())
     return PrefillLoop(runner=parts.runner, pages=pages, chunk_tokens=chunk_tokens, clock=clock, on_report=on_report)

@@ -1,7 +1,7 @@
-"""Kept pages: those of a computed prompt outlive their attempt, so that the next attempt hands them over again.
+"""Retains the pages of a computed prompt after its attempt ends, so that the next attempt can hand them over again.
 
-Belongs to the event loop. The engine thread has the pages (`worker.engine.PrefillEngine.take_kept`); here is what they
-are pages of, and until when.
+Belongs to the event loop. The engine thread owns the pages (`worker.engine.PrefillEngine.take_kept`). This module
+records which prompt they belong to and how long they are retained.
 """
 
 import asyncio
@@ -14,30 +14,30 @@ from services.structured.form import AnswerForm
 from worker.attempts import AttemptKey, AttemptSpec
 
 KEPT_S = 10.0
-"""How long pages are kept after their attempt: a gateway notices a death and tries again well within it."""
+"""How long pages are retained after their attempt. A gateway detects a crash and retries well within this time."""
 KEPT_WAIT_S = 0.5
-"""How long the next attempt waits for the former one to release the pages before it computes them again."""
+"""How long the next attempt waits for the previous one to release the pages before it recomputes them."""
 
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """A prompt whose pages are all computed, and what another attempt must have in common with the one that did it."""
+    """A computed prompt, and the properties that another attempt must match to reuse its pages."""
 
     key: AttemptKey
-    """The attempt under which the engine thread knows the pages."""
+    """The attempt under whose key the engine thread stores the pages."""
     prompt_token_ids: list[int]
     cache_salt: str
     sampling: Sampling
     first_token_id: int
     outcome: SampledToken | None
-    """The first token as it was sampled. None: the attempt had been told which it is."""
+    """The sampled first token. None if the command already contained the token."""
     form: AnswerForm | None = None
     is_let_go: asyncio.Event = field(default_factory=asyncio.Event)
-    """The attempt has ended and nothing reads the pages."""
+    """Set once the attempt has ended and nothing reads the pages."""
     expiry: asyncio.TimerHandle | None = None
 
     def fits(self, spec: AttemptSpec[Sampling]) -> bool:
-        """Whether computing the prompt of `spec` would give these pages and this token."""
+        """Returns whether computing the prompt of `spec` would yield the same pages and the same token."""
         if spec.prompt_token_ids != self.prompt_token_ids or spec.cache_salt != self.cache_salt:
             return False
         if spec.sampling != self.sampling or spec.form != self.form:
@@ -47,7 +47,7 @@ class Kept:
         return self.outcome is not None
 
     async def let_go(self) -> bool:
-        """Waits until nothing reads the pages; returns whether that came in time."""
+        """Waits until nothing reads the pages. Returns False on timeout."""
         try:
             async with asyncio.timeout(KEPT_WAIT_S):
                 await self.is_let_go.wait()
@@ -57,7 +57,7 @@ class Kept:
 
 
 class KeptPrompts:
-    """The newest computed attempt of each request. `drop` has the engine forget the pages of an attempt."""
+    """The latest computed attempt of each request. `drop` makes the engine discard the pages of an attempt."""
 
     def __init__(self, drop: Callable[[AttemptKey], None]) -> None:
         self._drop = drop
@@ -67,7 +67,7 @@ class KeptPrompts:
         return len(self._kept)
 
     def find(self, spec: AttemptSpec[Sampling]) -> Kept | None:
-        """What an earlier attempt has computed of the same; what does not fit is forgotten."""
+        """Returns the retained pages that match `spec`, or None. Discards pages of the request that do not match."""
         former = self._kept.get(spec.key.request_id)
         if former is not None and not former.fits(spec):
             self.forget(former)
@@ -75,7 +75,7 @@ class KeptPrompts:
         return former
 
     def add(self, spec: AttemptSpec[Sampling], outcome: SampledToken | None) -> Kept:
-        """Keeps the pages of an attempt from here on, in place of an earlier one's."""
+        """Retains the pages of an attempt. They replace the pages of an earlier attempt."""
         former = self._kept.get(spec.key.request_id)
         if former is not None:
             self.forget(former)
@@ -92,16 +92,16 @@ class KeptPrompts:
         return kept
 
     def __contains__(self, kept: Kept) -> bool:
-        """Whether these pages are kept still."""
+        """Returns whether these pages are still retained."""
         return self._kept.get(kept.key.request_id) is kept
 
     def let_go(self, kept: Kept) -> None:
-        """Notes that the attempt released the pages; the time for which they are kept begins."""
+        """Records that the attempt released the pages, and starts the retention timer."""
         kept.is_let_go.set()
         kept.expiry = asyncio.get_running_loop().call_later(KEPT_S, self.forget, kept)
 
     def forget(self, kept: Kept) -> None:
-        """Stops keeping pages."""
+        """Discards retained pages."""
         if kept in self:
             del self._kept[kept.key.request_id]
         if kept.expiry is not None:
@@ -109,6 +109,6 @@ class KeptPrompts:
         self._drop(kept.key)
 
     def clear(self) -> None:
-        """Stops keeping anything."""
+        """Discards all retained pages."""
         for kept in list(self._kept.values()):
             self.forget(kept)

@@ -1,11 +1,12 @@
-"""Pulled prefixes: the beginning of a prompt that another worker holds is fetched before the prompt has its turn.
+"""Prefix fetches: loads the beginning of a prompt from another worker's cache before the prompt is admitted.
 
-On the event loop. A pull fills the cache of this worker and nothing else. What it brings is found by the prompt when
-that begins, like the pages of an earlier prompt, and what it does not bring is computed: no failure of it is one of the
-attempt. While a pull runs, its pages have a turn of their own in the queue, so that they are never pages of a prompt.
+On the event loop. A fetch only fills the cache of this worker. The prompt finds the fetched pages like the pages of an
+earlier prompt, and computes the rest, so a failed fetch never fails the attempt. During a fetch, its pages have their
+own entry in the queue, so that they are never counted as pages of the prompt.
 
-Every pull has two ends. Its task ends with the commit, a failure, its time limit, or the attempt. Its pages are given
-back at once where no transfer has reserved them, else when the transfer says that nothing writes to them.
+A fetch has two ends. Its task ends with the commit, a failure, its timeout, or the end of the attempt. Its pages are
+freed at once if no transfer has reserved them. Otherwise they are freed when the transfer reports that nothing writes
+to them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from prefill_worker.worker import PrefillWorker
 
 MAX_PULLS = 8
-"""Prefixes that are fetched at a time; the prompts of further ones are computed."""
+"""Maximum number of concurrent fetches. Further prompts are computed without one."""
 MAX_LIMIT_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -40,25 +41,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PullKey:
-    """The name of a pull's pages, which belong to the attempt's pull and not to the attempt."""
+    """Key of the pages of a fetch. They belong to the fetch and not to the attempt."""
 
     of: AttemptKey
 
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """A prefix that is being fetched, of `num_tokens` tokens at most."""
+    """A running fetch of at most `num_tokens` tokens."""
 
     attempt: PrefillAttempt
     key: PullKey
     num_tokens: int
     is_reserved: bool = False
-    """A transfer has its pages."""
+    """Whether a transfer has reserved its pages."""
     is_committed: bool = False
 
 
 class Pulls:
-    """The target of the Links on which a prefill worker receives; `attach` gives it what serves them."""
+    """Receives prefixes on the Links of a prefill worker. `attach` sets the receiver."""
 
     def __init__(
         self, worker: PrefillWorker, prefixes: PrefixPages | None, *, queue: PromptQueue, clock: Clock
@@ -71,11 +72,11 @@ class Pulls:
         self._receiver: LinkReceiver | None = None
 
     def attach(self, receiver: LinkReceiver) -> None:
-        """Names what serves the Links."""
+        """Sets the receiver that serves the Links."""
         self._receiver = receiver
 
     async def fetch(self, attempt: PrefillAttempt, message: worker_pb2.Pull) -> Pulled:
-        """Fetches the beginning of a prompt, as far as that succeeds within the limit."""
+        """Fetches the beginning of a prompt, as far as that succeeds within the time limit."""
         pull = self._begin(attempt, message.num_tokens)
         if pull is None:
             return NOTHING_PULLED
@@ -109,8 +110,8 @@ class Pulls:
         return self._worker.facts.limits.page_size
 
     def _begin(self, attempt: PrefillAttempt, num_tokens: int) -> _Pull | None:
-        """Takes room for a pull of whole pages. None: nothing is to be fetched, or no room is free."""
-        # The last token is always computed: the first one of the answer comes out of that.
+        """Reserves capacity for a fetch of whole pages. Returns None if there is nothing to fetch or no capacity."""
+        # The last token is always computed, because it yields the first token of the response.
         num_pages = min(num_tokens, attempt.num_tokens - 1) // self._page_size
         if self._prefixes is None or self._receiver is None or not num_pages or len(self._pulls) >= MAX_PULLS:
             return None
@@ -121,7 +122,7 @@ class Pulls:
         return pull
 
     def _end(self, pull: _Pull) -> None:
-        """Gives a pull up that has brought nothing yet."""
+        """Cancels a fetch unless it has been committed."""
         key = pull.key.of
         if self._pulls.get(key) is not pull:
             return
@@ -135,10 +136,10 @@ class Pulls:
         self._queue.leave(pull.key)
         self._worker.room_changed()
 
-    # --- what a transfer asks of its target ---
+    # --- implements ReceiveTarget ---
 
     async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
-        """Sets the prefix's pages aside. Raises TransferFailed where no such prefix is awaited."""
+        """Reserves the pages of the prefix. Raises TransferFailed if the worker does not expect this prefix."""
         pull, prefixes = self._pulls.get(_key(transfer_id)), self._prefixes
         if pull is None or prefixes is None or pull.is_reserved:
             raise TransferFailed("no prefix is awaited for this attempt")
@@ -156,7 +157,10 @@ class Pulls:
         return Reserved(page_ids=reserved.page_ids, num_cached_tokens=reserved.num_cached_tokens)
 
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
-        """Lets prompts find the pages. Raises where they are no longer awaited, or the seal contradicts the prompt."""
+        """Adds the pages to the prefix cache.
+
+        Raises if they are no longer expected, or if the seal contradicts the prompt.
+        """
         pull, prefixes = self._pulls.get(_key(transfer_id)), self._prefixes
         if pull is None or prefixes is None or not pull.is_reserved:
             raise RequestCancelled("the prefix is no longer awaited")
@@ -175,10 +179,10 @@ class Pulls:
             self._forget(pull)
 
     async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Does nothing: pages that were verified are right, whatever became of their sender."""
+        """Does nothing: verified pages are valid even if their sender has given up."""
 
     async def close(self) -> None:
-        """Ends all transfers; returns when nothing writes into pages."""
+        """Ends all transfers. Returns once nothing writes into pages."""
         if self._receiver is not None:
             await self._receiver.close()
 

@@ -1,4 +1,4 @@
-"""What a prefill worker is made of: its engines, and what is around them."""
+"""The parts of a prefill worker: its engine and the components around it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +21,11 @@ from worker.vllm.loading import VllmModel, VllmSettings, load_vllm
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
 MAX_PROMPTS = 64
-"""Most prompts that vLLM computes in a step."""
+"""Maximum number of prompts in a vLLM step."""
 
 
 def load(settings: PrefillWorkerConfig, kept: EngineWeights | None = None) -> LoadedModel:
-    """Loads the model with the engine that the settings name, from its kept weights where these are given."""
+    """Loads the model with the configured engine. Reuses the weights in `kept` if given."""
     if settings.engine == VLLM:
         return load_vllm(VllmSettings.of(settings, max_batch=MAX_PROMPTS))
     return load_rehearsed_engine(kept=kept, **settings.engine_settings())
@@ -34,14 +34,14 @@ def load(settings: PrefillWorkerConfig, kept: EngineWeights | None = None) -> Lo
 def engine(
     settings: PrefillWorkerConfig, model: EngineParts | VllmModel
 ) -> Callable[[Callable[[PrefillReport], None]], PrefillEngine]:
-    """Returns what makes the engine of a loaded model."""
+    """Returns a factory for the engine of a loaded model."""
     if isinstance(model, VllmModel):
         return partial(model.prefill_engine, clock=SYSTEM_CLOCK)
     return partial(prefill_loop, model, chunk_tokens=settings.chunk_tokens, clock=SYSTEM_CLOCK)
 
 
 def make(common: Common[PrefillWorkerConfig, PrefillReport, PrefillEngine]) -> Made:
-    """The worker of a loaded model."""
+    """Returns the worker of a loaded model and its services."""
     settings = common.settings
     worker = PrefillWorker(
         common.around(),

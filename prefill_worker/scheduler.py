@@ -1,9 +1,9 @@
-"""Which prompts may begin: pure bookkeeping.
+"""Decides which prompts may start. Pure bookkeeping.
 
-`PromptQueue` belongs to the event loop: it decides when a prompt takes pages here and asks for pages there. What the
-engine thread's steps are made of is services.scheduling.chunks, and the rule is the same: the better service class
-first (the lower number), and within a class the prompt with the least left to compute, bounded by the age of others.
-Prompts whose tokens are reported stand in a line of their own, since they are computed in the background.
+`PromptQueue` belongs to the event loop. It decides when a prompt allocates pages here and requests pages from the
+decode worker. services.scheduling.chunks composes the engine's steps by the same rule: the better service class first
+(the lower number), then the prompt with the fewest uncomputed tokens, bounded by the age of the others. Prompts that
+report log-probabilities have a separate queue, because they are computed in the background.
 """
 
 from collections.abc import Hashable, Iterable
@@ -15,7 +15,7 @@ from services.scheduling.chunks import DEFAULT_CLASS, Line
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """What a prompt costs: tokens to compute, and pages that hold them. `is_reported`: its tokens are reported."""
+    """Cost of a prompt: tokens to compute and pages to hold them. `is_reported` if it reports log-probabilities."""
 
     num_tokens: int
     num_pages: int
@@ -24,7 +24,7 @@ class PromptSize:
 
 @dataclass(slots=True)
 class _Inside:
-    """A prompt with a turn; `age` counts entries into the queue, so that the lower is the older."""
+    """An admitted prompt. `age` is its queue entry number, so a lower number is older."""
 
     num_pages: int
     service_class: int
@@ -33,20 +33,20 @@ class _Inside:
 
 
 class _Lane:
-    """The prompts of one kind, with a turn and without; those of another kind neither pass nor delay them."""
+    """Waiting and admitted prompts of one kind. Prompts in different lanes neither overtake nor delay each other."""
 
     def __init__(self, *, ahead_tokens: int, patience_tokens: int) -> None:
         self._ahead_tokens = ahead_tokens
         self._patience_tokens = patience_tokens
         self.line = Line()
-        """Those without a turn that may have one."""
+        """Prompts that are ready to be admitted."""
         self.uncomputed: dict[Hashable, _Inside] = {}
-        """Those inside that are not all computed."""
+        """Admitted prompts that are not fully computed."""
         self._passed: dict[int, tuple[Hashable, int]] = {}
-        """By class, its oldest waiting prompt and the tokens that had their turn since it is that."""
+        """By class: its oldest waiting prompt, and the tokens admitted since that prompt became the oldest."""
 
     def next(self) -> Hashable | None:
-        """Returns the next one, as soon as its pages are free. None: enough work lies ahead of everybody."""
+        """Returns the prompt to admit once its pages are free. Returns None if enough work is already ahead."""
         if not self.line:
             return None
         oldest = self.line.oldest()
@@ -62,7 +62,7 @@ class _Lane:
         return shortest if self._has_room(before) else None
 
     def begin(self, key: Hashable, size: PromptSize) -> _Inside:
-        """Takes a prompt out of the line and into the workshop."""
+        """Moves a prompt from the queue to the admitted prompts."""
         oldest = self.line.oldest()
         place = self.line.discard(key)
         assert place is not None, "a prompt with a size has a place"
@@ -76,26 +76,26 @@ class _Lane:
         return sum(prompt.num_uncomputed for prompt in ahead) < self._ahead_tokens
 
     def _tokens_passed(self, service_class: int, oldest: Hashable) -> int:
-        """Tokens that had their turn since `oldest` is the oldest of its class that waits."""
+        """Returns the number of tokens admitted since `oldest` became the oldest waiting prompt of its class."""
         key, passed = self._passed.get(service_class, (None, 0))
         return passed if key == oldest else 0
 
 
 class PromptQueue:
-    """A bounded queue in front of a bounded workshop: best class first, then fewest tokens, with a bound on waiting.
+    """A bounded queue of prompts: best class first, then fewest tokens, with a bound on waiting.
 
-    A prompt that has its *turn* holds all its pages until it leaves, so that it can never wait for a page halfway, and
-    prompts cannot block each other. A turn is given when the pages are free and when fewer than `ahead_tokens`
-    uncomputed tokens inside go before its own: early enough to hide the round trip of a reservation behind the running
-    step, late enough not to hold pages of a decode worker while waiting. A short prompt therefore begins beside a long
-    one. Nobody overtakes a prompt that only waits for pages.
+    An admitted prompt holds all its pages until it leaves, so it never waits for a page halfway, and prompts cannot
+    deadlock each other. A prompt is admitted when its pages are free and fewer than `ahead_tokens` uncomputed tokens of
+    admitted prompts are scheduled before it. That is early enough to hide the round trip of a reservation behind the
+    running step, and late enough not to hold pages of a decode worker while waiting. A short prompt can therefore start
+    while a long one runs. No prompt overtakes another that waits only for pages.
 
-    Prompts that are reported only wait for each other and for pages, and others never wait for their tokens.
+    Prompts that report log-probabilities wait only for each other and for pages. Other prompts never wait for them.
 
-    Bound: a prompt is *due* when it is the oldest waiting one of its class and `patience_tokens` tokens of its class
-    had their turn since it is that. Then it is next, and only what is older counts as going before it. So while it is
-    the oldest, fewer than `patience_tokens` tokens and one prompt of its class have their turn before it, beside those
-    that have theirs while older prompts inside are still being computed. Only better classes can keep it waiting.
+    Bound: a prompt is *due* when it is the oldest waiting prompt of its class and `patience_tokens` tokens of its class
+    have been admitted since it became the oldest. It is then admitted next, and only older prompts count as scheduled
+    before it. While it is the oldest, fewer than `patience_tokens` tokens plus one prompt of its class overtake it, in
+    addition to prompts admitted while older prompts are still being computed. Only better classes can delay it longer.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class PromptQueue:
             _Lane(ahead_tokens=ahead_tokens, patience_tokens=patience_tokens) for _ in range(2)
         )
         self._sizes: dict[Hashable, PromptSize] = {}
-        """Sizes of those without a turn."""
+        """Sizes of waiting prompts."""
         self._unready: dict[Hashable, int] = {}
-        """Service classes of those that cannot have a turn yet."""
+        """Service classes of waiting prompts that are not ready."""
         self._inside: dict[Hashable, _Inside] = {}
         self._waiting_tokens = 0
         self._uncomputed_tokens = 0
@@ -118,30 +118,30 @@ class PromptQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts without a turn."""
+        """Returns the number of waiting prompts."""
         return len(self._sizes)
 
     @property
     def num_inside(self) -> int:
-        """Prompts with a turn."""
+        """Returns the number of admitted prompts."""
         return len(self._inside)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that are still to be computed, of all prompts."""
+        """Returns the number of uncomputed tokens of all prompts."""
         return self._waiting_tokens + self._uncomputed_tokens
 
     @property
     def promised_pages(self) -> int:
-        """Pages of all prompts that have a turn."""
+        """Returns the number of pages of all admitted prompts."""
         return self._num_pages - self._free_pages
 
     def enter(
         self, key: Hashable, size: PromptSize, *, service_class: int = DEFAULT_CLASS, is_ready: bool = True
     ) -> None:
-        """Queues a prompt that fits into the pool when it is alone. Raises Overloaded when the queue is full.
+        """Queues a prompt that fits into an empty pool. Raises Overloaded if the queue is full.
 
-        One that is not ready counts, and stands in line from `make_ready` on: nobody waits for what it waits for.
+        A prompt that is not ready counts toward the limit. Other prompts do not wait for it until `make_ready`.
         """
         self._check_new(key)
         assert 0 < size.num_pages <= self._num_pages, "the caller has checked that it fits"
@@ -154,7 +154,7 @@ class PromptQueue:
             self.make_ready(key)
 
     def make_ready(self, key: Hashable) -> None:
-        """From now on it may have its turn. Others than those that wait for this are ignored."""
+        """Makes a waiting prompt eligible for admission. Ignores other keys."""
         service_class = self._unready.pop(key, None)
         if service_class is not None:
             size = self._sizes[key]
@@ -162,9 +162,9 @@ class PromptQueue:
             line.add(key, service_class=service_class, num_tokens=size.num_tokens, cost=size.num_tokens)
 
     def enter_computed(self, key: Hashable, size: PromptSize) -> bool:
-        """Gives a prompt whose pages are computed its turn at once: nobody waits longer for a step because of it.
+        """Admits a prompt whose pages are already computed. No other prompt waits longer for a step because of it.
 
-        False: its pages are not there. It may enter as others do then.
+        Returns False if its pages are not available. The caller may then queue it with `enter`.
         """
         self._check_new(key)
         if size.num_pages > self._free_pages:
@@ -178,7 +178,7 @@ class PromptQueue:
         assert key not in self._inside, "a prompt enters once"
 
     def next_turns(self) -> list[Hashable]:
-        """Gives every turn that can be given now."""
+        """Admits all prompts that can be admitted now, and returns their keys."""
         turns: list[Hashable] = []
         for lane in (self._usual, self._reported):
             while (key := lane.next()) is not None:
@@ -199,7 +199,7 @@ class PromptQueue:
         return self._reported if size.is_reported else self._usual
 
     def computed(self, key: Hashable, num_tokens: int) -> None:
-        """Notes that a step computed tokens of a prompt. One that has left is ignored: its step was on the way."""
+        """Records computed tokens of a prompt. Ignores prompts that left while their step was running."""
         inside = self._inside.get(key)
         if inside is not None:
             inside.num_uncomputed -= num_tokens
@@ -209,7 +209,7 @@ class PromptQueue:
                 self._forget_uncomputed(key)
 
     def leave(self, key: Hashable) -> None:
-        """Takes a prompt out, waiting or not, and gives its pages back. O(1); unknown keys are ignored."""
+        """Removes a waiting or admitted prompt and frees its pages. O(1). Ignores unknown keys."""
         waiting = self._sizes.pop(key, None)
         if waiting is not None:
             self._unready.pop(key, None)

@@ -1,26 +1,27 @@
-"""The event loop's side of a prefill worker: a prompt's life from its command to the commit of its pages.
+"""The event loop's side of a prefill worker: the request lifecycle from its command to the commit of its pages.
 
-Lifetimes are scopes. What an attempt holds, in the order in which it takes it, and what gives it back:
+Lifetimes are scopes. An attempt acquires these resources, in this order:
 
-    entry in the table, place in the queue      `_ended`: runs when the attempt's task ends, however it ends, even
-                                                when it was cancelled before it began
-    pages in the books, pages of the pool       `_free`: runs after that, and after the transfer's abort, because until
-                                                then something may still read them
-    a pull, which fills the cache               `prefill_worker.pulls`: ends before the prompt has its turn
-    a transfer, and pages at the decode worker  committed by `seal`, or else aborted by `_ended` in a task of its own,
-                                                which nobody cancels
+    its table entry and its place in the queue
+        Released by `_ended`, which runs when its task ends in any way, even if it was cancelled before it started.
+    page reservations and pages of the pool
+        Released by `_free`, after `_ended` and the abort of the transfer, because until then the pages may be read.
+    a prefix fetch, which fills the cache
+        See `prefill_worker.pulls`. It ends before the prompt is admitted.
+    a transfer, and pages at the decode worker
+        Committed by `seal`, or else aborted by `_ended` in a separate task that is never cancelled.
 
-The decode worker is asked for pages before a prompt is computed, and answers while it is.
+The worker requests pages from the decode worker before it computes the prompt. The reply arrives while it computes.
 
-Once a prompt is computed, its pages outlive the attempt for a while (`_Kept`), however that ended: should the decode
-worker die, the next attempt hands them over again and computes nothing. They are nobody's then and are evicted first.
+After a prompt has been computed, its pages outlive the attempt for a while (`prefill_worker.kept`), however it ended.
+If the decode worker crashes, the next attempt hands the pages over again and computes nothing. The retained pages are
+unreferenced and are evicted first.
 
-So cancelling is cancelling the task, in any phase: queued, reserving, computing, streaming, sealing. The canceller (a
-command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. Everything else that ends an
-attempt is answered by `_serve`. The fence is the table: what the engine reports of an attempt that is not in it is
-dropped.
+To cancel an attempt in any phase (queued, reserving, computing, streaming, or sealing), cancel its task. The party that
+cancels (a command, a newer attempt, a session that ended) reports the end itself, so nothing is emitted for it.
+`_serve` reports every other end. The table is the fence: engine reports for an attempt that is not in it are dropped.
 
-Nothing here touches a tensor; the engine thread is given commands and sends reports.
+Nothing here accesses tensors. The engine thread receives commands and sends reports.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ from worker.sessions import CommandHandler, Session, SessionServer, failed
 from worker.spans import AttemptSpans
 from worker.threads import on_this_loop, within
 
-# Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
+# Uncomputed tokens of admitted prompts, in steps: one step runs while the next is prepared.
 STEPS_AHEAD = 2
 
 logger = logging.getLogger(__name__)
@@ -65,16 +66,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a prefill worker takes on."""
+    """Limits on the load of a prefill worker."""
 
     chunk_tokens: int
     max_waiting: int
 
 
 class PrefillWorker(EngineWorker[PrefillAttempt]):
-    """Computes prompts and hands their pages over. Made on the event loop.
+    """Computes prompts and hands their pages over. Create it on the event loop.
 
-    `make_engine` is given the function that reports go to.
+    `make_engine` receives the function that handles reports.
     """
 
     name = "prefill worker"
@@ -101,7 +102,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         self.pulls = Pulls(self, self.prefixes, queue=self._queue, clock=self._clock)
 
     def load(self) -> Load:
-        """How busy the worker is now."""
+        """Returns the current load of the worker."""
         return Load(
             *self._pages,
             promised_pages=max(0, self._queue.promised_pages - self._pages.used),
@@ -116,12 +117,12 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         )
 
     async def wait_idle(self) -> None:
-        """Returns when every attempt has ended; each has a deadline."""
+        """Waits until every attempt has ended. Each attempt has a deadline, so the wait is bounded."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def close(self) -> None:
-        """Fails what is left, waits until nothing is held, and stops the engine."""
+        """Fails the remaining attempts, waits until they hold no resources, and stops the engine."""
         self._is_draining = True
         self._fail_all(self._leaving())
         await self.wait_idle()
@@ -133,7 +134,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
 
     async def _on_prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
-        # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
+        # Only the prompt is computed here. The decode worker has checked that the response fits too.
         self._check(spec, num_new_tokens=1)
         spans = AttemptSpans.of(spec, message.span_clock, received_unix_ns=self._clock.unix_ns())
         attempt = PrefillAttempt(
@@ -192,7 +193,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     def _lose(self, attempt: PrefillAttempt) -> None:
         attempt.task.cancel()
 
-    # --- the life of an attempt, one task each ---
+    # --- the lifecycle of an attempt, one task each ---
 
     async def _serve(self, attempt: PrefillAttempt) -> None:
         try:
@@ -200,7 +201,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
                 await (self._prefill(attempt) if attempt.embedding is None else self._embed(attempt, attempt.embedding))
         except TandemError as error:
             self._fail(attempt, error)
-        except Exception as error:  # root of the task: the gateway gets an answer whatever went wrong
+        except Exception as error:  # root of the task: every failure must be reported to the gateway
             logger.exception("an attempt failed", extra=request_fields(*attempt.spec.key, attempt.spec.traceparent))
             self._fail(attempt, error)
 
@@ -216,7 +217,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
             await attempt.has_turn.wait()
         if not self._links.has_link(attempt.decode_address, attempt.decode_incarnation):
             self.emit(attempt, worker_pb2.OpeningLink())
-        # Asked before anything is computed: should the prompt kill this worker, the other one can tell whose it was.
+        # Requested before the computation: if the prompt crashes this worker, the peer can report which attempt ran.
         transfer = attempt.transfer = await self._links.ask(
             attempt.decode_address,
             attempt.decode_incarnation,
@@ -246,10 +247,10 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         self.emit(attempt, worker_pb2.Embedded(vector=vector))
         attempt.end("embedded", None)
 
-    # --- pages that an earlier attempt of the same request has computed ---
+    # --- pages computed by an earlier attempt of the request ---
 
     async def _take_over(self, attempt: PrefillAttempt, former: Kept) -> tuple[int, ...] | None:
-        """The pages, held by this attempt now. None: they are gone, and the attempt stands in the queue instead."""
+        """Adopts the pages of an earlier attempt. Returns None, and queues the prompt instead, if they were evicted."""
         page_ids = None
         if await former.let_go() and self._queue.enter_computed(attempt.spec.key, self._size(attempt)):
             attempt.has_begun = True
@@ -274,10 +275,10 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     def _forget(self, key: AttemptKey) -> None:
         self.command(lambda: self._engine.drop_kept(key))
 
-    # --- a prompt that is computed ---
+    # --- computing a prompt ---
 
     async def _follow(self, attempt: PrefillAttempt, transfer: SendTransfer, prefix: CachedPrefix) -> ComputedChunk:
-        """Has what is computed sent, chunk by chunk, emits the first token, returns the last chunk."""
+        """Sends the computed chunks, emits the first token, and returns the last chunk."""
         if prefix.page_ids:
             self._send(attempt, transfer, 0, prefix.page_ids)
         while True:
@@ -292,12 +293,12 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
     def _send(
         self, attempt: PrefillAttempt, transfer: SendTransfer, first_page: int, page_ids: tuple[int, ...]
     ) -> None:
-        """Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then."""
+        """Sends pages. If the transfer has ended, raises its error, because the rest of the prompt is not needed."""
         transfer.send(first_page, page_ids)
         attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
 
     async def _begin(self, attempt: PrefillAttempt) -> CachedPrefix:
-        """Puts the prompt in line for the engine; returns when that knows what need not be computed."""
+        """Starts the prompt on the engine. Returns its cached prefix."""
         spec = attempt.spec
         sequence, salt = self._sequence(spec, attempt.grammar, spec.emitted_token_ids)
         sequence.pooling = None if attempt.embedding is None else attempt.embedding.pooling
@@ -310,7 +311,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         return prefix
 
     async def _grammar(self, attempt: PrefillAttempt) -> Grammar | None:
-        """What the first token must keep to."""
+        """Returns the constraint on the first token, or None."""
         spec = attempt.spec
         if spec.form is None or not attempt.needs_grammar:
             return None
@@ -378,7 +379,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         self.room_changed()
 
     def room_changed(self) -> None:
-        """Gives turns to prompts for which room has come."""
+        """Admits prompts after capacity was freed."""
         self.sessions.load_changed()
         self._give_turns()
 
@@ -386,11 +387,11 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         for key in self._queue.next_turns():
             assert isinstance(key, AttemptKey), "only attempts are queued"
             attempt = self._attempts.find(key)
-            # One that was superseded a moment ago leaves as soon as its task has run.
+            # A superseded attempt is missing here. It leaves the queue once its task has ended.
             if attempt is not None:
                 attempt.has_turn.set()
 
-    # --- what the engine thread says ---
+    # --- reports of the engine thread ---
 
     def _on_report(self, report: PrefillReport) -> None:
         self._note_step(
@@ -407,7 +408,7 @@ class PrefillWorker(EngineWorker[PrefillAttempt]):
         if report.chunks:
             self._give_turns()
         else:
-            self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
+            self.sessions.load_changed()  # pages became free: reports an idle worker as idle at once
 
     def _fail_all(self, error: TandemError) -> None:
         for attempt in self._attempts:
@@ -424,6 +425,6 @@ class Servicer(worker_pb2_grpc.PrefillWorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommands], context: object
     ) -> AsyncIterator[worker_pb2.StepEvents]:
-        """One gateway's stream."""
+        """Serves the stream of one gateway."""
         async for events in self._sessions.serve(request_iterator):
             yield events

@@ -47,7 +47,7 @@ class PrefillWorkerServicer(object):
     """
 
     def Session(self, request_iterator, context):
-        """The first command must be `hello`. FAILED_PRECONDITION: the incarnation is another one.
+        """The first command must be `hello`. Fails with FAILED_PRECONDITION if the worker has another incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,7 @@ class DecodeWorkerServicer(object):
     """
 
     def Session(self, request_iterator, context):
-        """The first command must be `hello`. FAILED_PRECONDITION: the incarnation is another one.
+        """The first command must be `hello`. Fails with FAILED_PRECONDITION if the worker has another incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""What both kinds of workers are made of: sessions, leases, metrics, and the seam to an engine.
+"""The shared parts of prefill and decode workers: sessions, leases, metrics, and the engine interface.
 
-Knows no engine by name, and neither the prefill nor the decode worker.
+Does not depend on any engine, nor on the prefill or decode worker.
 """

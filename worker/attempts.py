@@ -1,4 +1,7 @@
-"""The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no role."""
+"""The attempts of a worker: parsing their messages, fencing them by number, and creating their events.
+
+Does not depend on the worker's role.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from services.structured.form import AnswerForm, read_form
 from worker.sessions import NewTokens
 
 DEFAULT_SERVICE_CLASS = 2
-"""The class of an attempt that names none; of five, 0 to 4."""
+"""Default class of an attempt, out of the classes 0 to 4."""
 NUM_SERVICE_CLASSES = 5
 
 S = TypeVar("S")
@@ -30,7 +33,7 @@ class AttemptKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpec(Generic[S]):
-    """A SequenceSpec as plain data; `sampling` is of the engine's class."""
+    """A SequenceSpec as plain data. `sampling` is an instance of the engine's class."""
 
     key: AttemptKey
     prompt_token_ids: list[int]
@@ -42,18 +45,18 @@ class AttemptSpec(Generic[S]):
     service_class: int = DEFAULT_SERVICE_CLASS
     """0 is served first, 4 last."""
     form: AnswerForm | None = None
-    """What the answer must keep to; None: any text will do."""
+    """Output constraint. None if the output is unconstrained."""
     tracestate: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    """The model's ends of sequence, as far as they end this answer."""
+    """The model's end-of-sequence tokens, if they end this response."""
     request_span_id: int = 0
-    """The id of the request's own span; 0: unknown."""
+    """ID of the span of the request. 0 if unknown."""
     adapter: str = ""
-    """The adapter that it is computed with; empty: the model as it is."""
+    """Adapter to apply. Empty for the base model."""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
-    """Returns the name of an attempt. Raises InvalidRequest for one that cannot be."""
+    """Returns the key of an attempt. Raises InvalidRequest if the message is malformed."""
     if not message.request_id or message.attempt < 1:
         raise InvalidRequest("an attempt needs a request_id and a number from 1", field="id")
     return AttemptKey(message.request_id, message.attempt)
@@ -65,7 +68,10 @@ def read_spec(
     *,
     clock: Clock = SYSTEM_CLOCK,
 ) -> AttemptSpec[S]:
-    """Turns a message into plain data. Raises InvalidRequest naming the field; `sampling_class` checks its own."""
+    """Converts a message to plain data.
+
+    Raises InvalidRequest with the field name. `sampling_class` checks its fields.
+    """
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
     sampling = read_sampling(message.sampling)
@@ -101,12 +107,12 @@ def _service_class(message: worker_pb2.SequenceSpec) -> int:
 
 
 def is_bare(token: SampledToken) -> bool:
-    """Whether only the token itself is reported."""
+    """Returns whether only the token ID is reported."""
     return token.logprob is None and token.prompt is None
 
 
 def tokens_message(index: int, *tokens: SampledToken) -> NewTokens | worker_pb2.Tokens:
-    """Returns the event for tokens of an answer, at least one, from place `index` on."""
+    """Returns the event for at least one token of a response, starting at position `index`."""
     token_ids = [token.token_id for token in tokens]
     if is_bare(tokens[0]):
         return NewTokens(index, token_ids)
@@ -129,7 +135,7 @@ def _logprobs_message(token: SampledToken) -> inference_pb2.TokenLogprobs:
 
 
 def handed_off_message(moved: HandoffStats, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
-    """A committed handoff, as an event. `chunks`: how its prompt was computed."""
+    """Returns the event for a committed handoff. `chunks` describes the computation of its prompt."""
     return worker_pb2.HandedOff(
         num_pages=moved.num_pages,
         num_bytes=moved.num_bytes,
@@ -140,7 +146,7 @@ def handed_off_message(moved: HandoffStats, chunks: Sequence[worker_pb2.PromptCh
 
 
 def finished_message(reason: Literal["stop", "length"]) -> worker_pb2.Finished:
-    """The end of an answer, as an event."""
+    """Returns the event for the end of a response."""
     return worker_pb2.Finished(reason=_FINISH_REASONS[reason])
 
 
@@ -151,9 +157,9 @@ _FINISH_REASONS = {
 
 
 class AttemptTable(Generic[A]):
-    """The attempts that a worker knows: of each request at most one, the newest. This is the fence.
+    """The newest attempt of each request that runs on this worker. This table is the fence.
 
-    What is not in the table has never been, has ended or was superseded: messages about it are dropped.
+    Messages about any other attempt are dropped: it never existed, has ended, or was superseded.
     """
 
     def __init__(self) -> None:
@@ -163,13 +169,14 @@ class AttemptTable(Generic[A]):
         return len(self._newest)
 
     def __iter__(self) -> Iterator[A]:
-        """The attempts at this moment; the table may change meanwhile."""
+        """Iterates over a snapshot, so that the table may change during the iteration."""
         return iter([attempt for _, attempt in self._newest.values()])
 
     def begin(self, key: AttemptKey, attempt: A) -> A | None:
-        """Enters an attempt and returns the older one that it supersedes.
+        """Adds an attempt and returns the older attempt that it supersedes.
 
-        Raises AlreadyExists where the same or a newer attempt is known: the message is late or repeated.
+        Raises AlreadyExists if the table contains the same or a newer attempt, because the message is late or a
+        duplicate.
         """
         known_key, known = self._newest.get(key.request_id, (None, None))
         if known_key is not None and known_key.attempt >= key.attempt:
@@ -178,11 +185,11 @@ class AttemptTable(Generic[A]):
         return known
 
     def find(self, key: AttemptKey) -> A | None:
-        """The attempt of exactly this number, or None."""
+        """Returns the attempt with exactly this number, or None."""
         known_key, known = self._newest.get(key.request_id, (None, None))
         return known if known_key == key else None
 
     def end(self, key: AttemptKey) -> None:
-        """Forgets an attempt. Unknown and superseded ones are ignored."""
+        """Removes an attempt. Ignores unknown and superseded attempts."""
         if self.find(key) is not None:
             del self._newest[key.request_id]

@@ -1,25 +1,25 @@
-"""The seam between a worker and what computes for it: what an engine is asked, and what it says.
+"""The interface between a worker and its engine.
 
-A worker knows its engine by this file only, and an engine knows no worker, message, task or deadline. `PrefillEngine`
-and `DecodeEngine` are the two interfaces; the engine of this project is behind them in `prefill_worker.engine_loop` and
-`decode_worker.engine_loop`. What another engine must keep to:
+A worker depends on its engine only through this module. An engine does not depend on workers, messages, tasks, or
+deadlines. `PrefillEngine` and `DecodeEngine` are the two interfaces. The native engine implements them in
+`prefill_worker.engine_loop` and `decode_worker.engine_loop`. Every engine must follow these rules:
 
-- **Thread.** The worker runs everything here on one thread (`services.engine.thread`), which owns what the engine
-  changes. An engine reads no other thread's data and takes no lock.
-- **Commands.** Each method but `step` is a command: it runs between two steps, in the order of submission, and returns
-  at once. What has to wait (for pages) is a future that the engine sets later, on its thread.
-- **Steps.** `step` is called for as long as it returns true, and again after each command.
-- **Reports.** Each step, and each change of the pages between steps, leaves as one report through the function that the
-  engine was made with. It is called on the engine thread and does not block. Reports come in the order of what they
-  say, at the latest before `step` returns false.
-- **Pages.** Page numbers are places in the pool that `kv_transfer` reads and writes. The engine does not touch reserved
-  pages until `start`. A report calls a page complete, and a pause names one, only after the last write to it by every
-  rank and device: `kv_transfer` reads it at once, and its checksum covers what it contains. The page does not change
-  until the key is released. Attention reads only pages that were computed here or committed by a transfer.
-- **Abort.** `free` or `release` ends a key in any phase and does nothing for one that is unknown. A report may still
-  mention it; the worker has forgotten it by then and drops that.
-- **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others continue.
-  Whatever `step` raises, and InvariantViolated of a command, ends the worker.
+- **Thread.** The worker calls everything here on one thread (`services.engine.thread`), which owns the engine's state.
+  An engine reads no data of other threads and takes no lock.
+- **Commands.** Each method except `step` is a command. It runs between two steps, in the order of submission, and
+  returns at once. If it must wait for pages, it returns a future that the engine sets later, on its thread.
+- **Steps.** `step` is called as long as it returns true, and again after each command.
+- **Reports.** Each step, and each change of the pages between steps, produces one report. The engine passes it to the
+  function given at construction, which runs on the engine thread and does not block. Reports are in the order of the
+  events that they describe, and are sent before `step` returns false.
+- **Pages.** Page numbers are indices into the pool that `kv_transfer` reads and writes. The engine does not touch
+  reserved pages until `start`. It reports a page as complete, or names it in a pause, only after the last write to it
+  by every rank and device: `kv_transfer` reads the page at once, and its checksum covers the content. The page does
+  not change until the key is released. Attention reads only pages that were computed here or committed by a transfer.
+- **Abort.** `free` or `release` ends a key in any phase and ignores unknown keys. A later report may still mention the
+  key. The worker drops it, because it no longer tracks the key.
+- **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others continue. Any
+  exception of `step`, and InvariantViolated from a command, ends the worker.
 """
 
 from abc import ABC, abstractmethod
@@ -39,26 +39,26 @@ from services.scheduling.speedometer import Speedometer
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a worker knows of its engine before it asks anything of it."""
+    """Properties of an engine that are known before it runs."""
 
     limits: SequenceLimits
     fingerprint: str
-    """Two workers exchange pages only if theirs agree; part of the names of pages."""
+    """Workers exchange pages only if their fingerprints are equal. Part of the names of pages."""
     loss: Callable[[], TandemError | None] = lambda: None
-    """Returns what has made the engine useless while nobody used it, from any thread."""
+    """Returns the error that broke the engine while it was idle, or None. Callable from any thread."""
     check: Callable[[Sampling], None] = lambda sampling: None
-    """Raises NotOffered for what the engine cannot give."""
+    """Raises NotOffered for options that the engine does not support."""
     adapters: frozenset[str] = frozenset()
-    """Names of the adapters that it can compute with."""
+    """Names of the available adapters."""
     embeds: bool = False
-    """Whether it gives the hidden states of prompts (`Sequence.pooling`)."""
+    """Whether the engine returns the hidden states of prompts (`Sequence.pooling`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, or a change of the pages between steps. Times are Unix nanoseconds.
+    """A step, or a change of the pages between steps. Times are Unix nanoseconds.
 
-    `changes` says which pages have come to be found, and which no longer are, since the report before.
+    `changes` lists the pages that entered or left the prefix cache since the previous report.
     """
 
     start_unix_ns: int
@@ -68,13 +68,13 @@ class StepReport:
 
     @property
     def seconds(self) -> float:
-        """Time that the step took."""
+        """Returns the duration of the step."""
         return (self.end_unix_ns - self.start_unix_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedPages:
-    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are cached already."""
+    """Pages in token order. The first `num_cached_tokens` tokens, in whole pages, are already cached."""
 
     page_ids: tuple[int, ...]
     num_cached_tokens: int
@@ -82,61 +82,61 @@ class ReservedPages:
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """Pages that nobody holds, and the generations by which their content is recognized."""
+    """Unreferenced pages, and the generations that identify their content."""
 
     page_ids: tuple[int, ...]
     generations: tuple[int, ...]
 
 
 class PrefixPages(ABC):
-    """The cache of an engine, of which other workers are given pages and to which they give some.
+    """The prefix cache of an engine, as the source and the target of prefix fetches.
 
     Every method is a command.
     """
 
     @abstractmethod
     def find_prefix(self, token_ids: list[int], *, salt: bytes) -> KeptPages:
-        """Returns the pages of the first of these tokens. They stay nobody's: other content may take their place."""
+        """Returns the cached pages of the beginning of `token_ids`. They stay unreferenced, so they may be evicted."""
 
     @abstractmethod
     def reserve_prefix(self, key: Hashable, token_ids: list[int], *, salt: bytes) -> ReservedPages:
-        """Sets pages aside for tokens, whole pages, that are to arrive. Raises NoFreePages, which the books exclude."""
+        """Reserves whole pages for incoming tokens. Raises NoFreePages, which the caller's reservations prevent."""
 
     @abstractmethod
     def cache_prefix(self, key: Hashable) -> None:
-        """Releases pages whose content has arrived, for sequences that begin with it."""
+        """Releases received pages into the prefix cache."""
 
     @abstractmethod
     def close(self, key: Hashable) -> None:
-        """Releases pages whose content has not arrived. Unknown keys are ignored."""
+        """Releases pages whose content has not arrived. Ignores unknown keys."""
 
 
 class Engine(ABC):
-    """What both workers need of an engine."""
+    """The interface that both workers require of an engine."""
 
     prefixes: PrefixPages | None = None
-    """Its cache; None: other workers have no part in it."""
+    """Prefix cache for exchange with other workers. None if the engine does not support it."""
     speedometer: Speedometer
-    """Speed of steps; read from any thread. The worker adds transfers."""
+    """Estimates the time of steps. Readable from any thread. The worker adds transfer measurements."""
 
     @abstractmethod
     def step(self) -> bool:
-        """Computes and reports one step; returns whether more is to be computed."""
+        """Computes and reports one step. Returns whether work remains."""
 
     @abstractmethod
     def check_books(self) -> None:
-        """Compares the pages with what is known of them, for an engine that has had nothing to do for a while.
+        """Checks the page accounting. Called after the engine has been idle for a while.
 
-        Raises InvariantViolated for pages that nobody holds.
+        Raises InvariantViolated if pages have leaked.
         """
 
 
-# --- prompts ---
+# --- prefill ---
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The first `num_tokens` tokens of a prompt, whole pages, whose KV is in `page_ids` and need not be computed."""
+    """The first `num_tokens` tokens of a prompt, in whole pages, whose KV is already in `page_ids`."""
 
     num_tokens: int
     page_ids: tuple[int, ...]
@@ -144,11 +144,11 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """What a step did to one prompt.
+    """The effect of a step on one prompt.
 
-    `page_ids` are the pages that the step completed, from place `first_page` of the prompt's page table on. On the last
-    chunk, `outcome` is the first token, the failure to choose one, or None where the caller has the token already;
-    `finish_reason` is set when the first token is also the last. For a prompt that is embedded, it is what was pooled.
+    `page_ids` are the pages that the step completed, from index `first_page` of the prompt's page table. On the last
+    chunk, `outcome` is the first token, a sampling failure, the pooled state of an embedding request, or None if the
+    caller has the token. `finish_reason` is set if the first token is also the last.
     """
 
     key: Hashable
@@ -163,43 +163,42 @@ class ComputedChunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport(StepReport):
-    """A step of prompts; between steps `chunks` is empty."""
+    """A prefill step. `chunks` is empty for reports between steps."""
 
     chunks: tuple[ComputedChunk, ...]
 
 
 class PrefillEngine(Engine):
-    """Computes prompts, each under a key from `begin` to `release`."""
+    """Computes prompts. Each prompt has a key, valid from `begin` to `release`."""
 
     @abstractmethod
     def begin(self, sequence: Sequence, *, salt: bytes, service_class: int = DEFAULT_CLASS) -> CachedPrefix:
-        """Takes all pages of a prompt and puts it in line; returns what is computed already.
+        """Allocates all pages of a prompt and queues it. Returns its cached prefix.
 
-        Pages are shared with prompts of an equal `salt`. Raises NoFreePages, which the caller's books exclude.
+        Pages are shared between prompts with the same `salt`. Raises NoFreePages, which reservations prevent.
         """
 
     @abstractmethod
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:
-        """Forgets a prompt and releases its pages, computed or not. Unknown keys are ignored.
+        """Removes a prompt and releases its pages, computed or not. Ignores unknown keys.
 
-        The pages of one that `is_kept` are all computed: their content stays until `take_kept` or `drop_kept`, or until
-        another prompt needs the room.
+        If `is_kept`, all its pages are computed, and are retained until `take_kept`, `drop_kept`, or eviction.
         """
 
     @abstractmethod
     def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
-        """Gives the pages kept under `kept_key` to `key`, which must be released. None: some of them are gone."""
+        """Transfers the pages retained under `kept_key` to `key`. Returns None if a page was evicted."""
 
     @abstractmethod
     def drop_kept(self, key: Hashable) -> None:
-        """Stops keeping pages. Unknown keys are ignored."""
+        """Discards retained pages. Ignores unknown keys."""
 
 
-# --- answers ---
+# --- decode ---
 
 
 class Guesses(NamedTuple):
-    """How many tokens were proposed for a sequence in a step, by what, and how many of them were right."""
+    """Number of draft tokens verified for a sequence in a step, their source, and how many were accepted."""
 
     source: str
     num_tokens: int
@@ -207,12 +206,12 @@ class Guesses(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """What a step did to one sequence.
+    """The effect of a step on one sequence.
 
-    `num_tokens` were computed from `start` on. `token_index` is the place in the answer of `outcome`'s token, or of the
-    first of several: all but the last of them were proposed. `outcome` is None where the step computed a part of the
-    prompt or replayed a token; for a prompt that is embedded it is what was pooled so far. A sequence with a
-    `finish_reason` or a failure has left the batch, its pages free.
+    `num_tokens` were computed from position `start`. `token_index` is the position in the response of the token in
+    `outcome`, or of the first token if there are several. All but the last of them were draft tokens. `outcome` is None
+    if the step computed part of a prompt or replayed a token. For an embedding request it is the state pooled so far. A
+    sequence with a `finish_reason` or a failure has left the batch, and its pages are free.
     """
 
     key: Hashable
@@ -225,21 +224,21 @@ class Advance(NamedTuple):
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
-        """The new tokens of the answer, in order."""
+        """Returns the new tokens of the response, in order."""
         if isinstance(self.outcome, SampledTokens):
             return self.outcome.tokens
         return (self.outcome,) if isinstance(self.outcome, SampledToken) else ()
 
     @property
     def num_rows(self) -> int:
-        """Tokens that went through the model, rejected ones included."""
+        """Returns the number of tokens that the model processed, including rejected ones."""
         return self.num_tokens if self.guesses is None else 1 + self.guesses.num_tokens
 
 
 class PausedSequence(NamedTuple):
-    """A sequence that was taken out of the batch; nothing of it changes until `unpause`.
+    """A sequence that was removed from the batch. It does not change until `unpause`.
 
-    `page_ids` hold the KV of its first `num_computed_tokens` tokens, which are all but the last, `next_token_id`.
+    `page_ids` hold the KV of its first `num_computed_tokens` tokens: all tokens except the last, `next_token_id`.
     """
 
     key: Hashable
@@ -250,11 +249,11 @@ class PausedSequence(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A sequence lost its place or its pages to others.
+    """A sequence that lost its batch slot or its pages to other sequences.
 
-    `place`: it left the batch for a better class and keeps its pages. `no_page`: it left the batch because no page was
-    free for its next token, and keeps those that it has. `swapped`, `recomputed`: others got its pages; what was in
-    them is in the host's memory, or will be computed again.
+    `place`: it left the batch for a better class and retains its pages. `no_page`: it left the batch because no page
+    was free for its next token, and retains its pages. `swapped`, `recomputed`: its pages were evicted, and their
+    content is in host memory or must be recomputed.
     """
 
     key: Hashable
@@ -263,9 +262,9 @@ class Preemption(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport(StepReport):
-    """A step of the batch; between steps `advances` is empty.
+    """A decode step. `advances` is empty for reports between steps.
 
-    What `paused` names was paused after the step, and what `preempted` names was preempted before it.
+    Sequences in `paused` were paused after the step. Sequences in `preempted` were preempted before it.
     """
 
     advances: tuple[Advance, ...]
@@ -277,7 +276,7 @@ class DecodeReport(StepReport):
 
 
 class DecodeEngine(Engine):
-    """Sets pages aside and computes sequences. A key is known from `reserve` or `start` to its end or `free`."""
+    """Reserves pages and computes sequences. A key is valid from `reserve` or `start` until its end or `free`."""
 
     @abstractmethod
     def reserve(
@@ -290,40 +289,39 @@ class DecodeEngine(Engine):
         service_class: int = DEFAULT_CLASS,
         adapter: str = "",
     ) -> "Future[ReservedPages]":
-        """Sets pages aside for tokens that are to arrive: at once, unless sequences of its class or a better one need
-        the pages more.
+        """Reserves pages for incoming tokens, at once unless sequences of the same or a better class wait for pages.
 
-        The first `num_prompt_tokens` of them are the prompt; `adapter` is what the model is changed by, or empty. Pages
-        are shared with sequences of an equal `salt`. The
-        future is set on the engine thread; it fails with RequestCancelled if `free` or `withdraw` comes first.
+        The first `num_prompt_tokens` tokens are the prompt. `adapter` is empty for the base model. Pages are shared
+        between sequences with the same `salt`. The future is set on the engine thread. It fails with RequestCancelled
+        if `free` or `withdraw` is called first.
         """
 
     @abstractmethod
     def withdraw(self, key: Hashable) -> None:
-        """Fails a reservation that still waits for its pages. One that has them is left alone."""
+        """Fails a reservation that still waits for pages. Does nothing if it has been granted."""
 
     @abstractmethod
     def start(
         self, sequence: Sequence, *, salt: bytes, is_paused: bool = False, service_class: int = DEFAULT_CLASS
     ) -> None:
-        """Puts a sequence in line for the batch, or pauses it before its first step of decoding.
+        """Queues a sequence for the batch, or pauses it before its first decode step.
 
-        Its leading tokens have arrived in the pages that were reserved under its id (`num_computed_tokens` says how
-        many; it keeps the class of its reservation), or it has none and is computed here.
+        Either its first `num_computed_tokens` tokens have arrived in the pages reserved under its ID, or it has no
+        pages and is computed here. A sequence with a reservation keeps the class of the reservation.
         """
 
     @abstractmethod
     def pause(self, key: Hashable) -> None:
-        """Takes a sequence out of the batch as soon as it has a token and only the last one is not computed.
+        """Removes a sequence from the batch once it has a token and only its last token is uncomputed.
 
-        It keeps its pages. It is reported, once, after everything that was computed for it. One that has ended, or is
-        paused, is left alone.
+        It retains its pages. The pause is reported once, after all results computed for the sequence. Does nothing if
+        the sequence has ended or is paused.
         """
 
     @abstractmethod
     def unpause(self, key: Hashable) -> None:
-        """Puts a paused sequence back in line, or lets one that was to be paused continue. Others are left alone."""
+        """Queues a paused sequence again, or cancels a pending pause. Ignores other sequences."""
 
     @abstractmethod
     def free(self, key: Hashable) -> None:
-        """Forgets a key in any phase and frees its pages. Unknown keys are ignored."""
+        """Removes a key in any phase and frees its pages. Ignores unknown keys."""

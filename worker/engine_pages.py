@@ -1,8 +1,8 @@
-"""The pages of the sequences that an engine loop has: their leases, their names, and what is found of a new one.
+"""The pages of an engine loop's sequences: their leases, their names, and their cached prefixes.
 
-Full pages are named by their content, and a sequence begins behind the pages that are found by the names of its first
-tokens. Named pages that the pool had no room to keep are copied back from the host tier, where that takes less time
-than computing them. Belongs to the engine thread. Knows no step, no batch and no message.
+Full pages are named by their content. A new sequence starts after the cached pages that match its first tokens. Named
+pages that were evicted from the pool are copied back from the host tier if that takes less time than computing them.
+Belongs to the engine thread. Does not depend on steps, batches, or messages.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,14 +24,14 @@ from worker.engine import KeptPages, PrefixPages, ReservedPages
 R = TypeVar("R")
 
 IsWorthCopying = Callable[[int, int], bool]
-"""Decides by the number of pages in the host tier, and of pages before them, whether these are copied back."""
+"""Decides whether to copy pages back, given their number in the host tier and the number of pages before them."""
 
 
 class EnginePages(PrefixPages):
-    """Leases and content keys, by the key of their sequence; the only user of the allocator on the engine thread.
+    """Leases and content keys of each sequence. The only user of the allocator on the engine thread.
 
-    `page_bytes` is the size of a page that is copied to the host's memory or back. Pages may be cached from the life
-    of an engine before this one. Raises InvariantViolated where they are held, or the books are wrong.
+    `page_bytes` is the size of a page when copied to or from host memory. Pages cached by a previous engine are reused.
+    Raises InvariantViolated if a previous engine still holds pages or the allocator is inconsistent.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EnginePages(PrefixPages):
         allocator.check_integrity()
         self.page_size = page_size
         self.speedometer = Speedometer()
-        """Speed of the loop's steps: what copying is compared with."""
+        """Step-time estimator of the loop. Copying must beat its estimate for computing."""
         self._allocator = allocator
         self._clock = clock
         self._tier = tier
@@ -63,17 +63,17 @@ class EnginePages(PrefixPages):
         self._is_checked = False
 
     def __contains__(self, key: object) -> bool:
-        """Whether the key holds pages."""
+        """Returns whether the key holds pages."""
         return key in self._leases
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """How many pages hold this many tokens."""
+        """Returns the number of pages that hold this many tokens."""
         return num_pages_for(num_tokens, self.page_size)
 
     def begin(self, sequence: Sequence, salt: bytes) -> int:
-        """Gives a sequence all its pages; returns how many of the first are computed already.
+        """Allocates all pages of a sequence. Returns how many leading pages are already computed.
 
-        At least one token is left to compute. Raises NoFreePages.
+        Leaves at least one token to compute. Raises NoFreePages.
         """
         chain = KeyChain(salt, self.page_size)
         keys = chain.extend(sequence.token_ids, sequence.num_prompt_tokens - 1)
@@ -89,7 +89,7 @@ class EnginePages(PrefixPages):
         return num_cached
 
     def take(self, key: Hashable, kept: KeptPages) -> bool:
-        """Gives a key pages that were kept; False: some of them have other content by now."""
+        """Assigns retained pages to a key. Returns False if some of them have been overwritten."""
         lease = PageLease(self._allocator)
         if not lease.take(kept.page_ids, kept.generations):
             return False
@@ -119,7 +119,7 @@ class EnginePages(PrefixPages):
         self.close(key)
 
     def name(self, sequence: Sequence, start: int) -> None:
-        """Lets others find the pages that have become full since `start` tokens were computed."""
+        """Adds the pages that became full since `start` tokens were computed to the prefix cache."""
         num_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, sequence.num_computed_tokens)
         first_page, end_page = start // self.page_size, num_tokens // self.page_size
         if first_page < end_page:
@@ -128,18 +128,21 @@ class EnginePages(PrefixPages):
             self._allocator.name(sequence.page_table[first_page:end_page], keys[first_page:], parent=parent)
 
     def unname(self, sequence: Sequence) -> None:
-        """Keeps others from finding pages of a sequence that failed."""
+        """Removes the pages of a failed sequence from the prefix cache."""
         self._allocator.unname(sequence.page_table)
 
     def close(self, key: Hashable) -> None:
-        """Releases what the key holds. Unknown keys are ignored."""
+        """Releases the pages of the key. Ignores unknown keys."""
         self._chains.pop(key, None)
         lease = self._leases.pop(key, None)
         if lease is not None:
             lease.close()
 
     def keep(self, key: Hashable) -> KeptPages | None:
-        """Releases what the key holds, and keeps the content for `take` while nobody needs the room; None: nothing."""
+        """Releases the pages of the key but retains their content for `take` until evicted.
+
+        Returns None if it has none.
+        """
         self._chains.pop(key, None)
         lease = self._leases.pop(key, None)
         if lease is None:
@@ -149,21 +152,23 @@ class EnginePages(PrefixPages):
         return kept
 
     def drop(self, kept: KeptPages) -> None:
-        """Stops keeping pages; those with names may still be found."""
+        """Discards retained pages. Named pages remain in the prefix cache."""
         self._allocator.drop(kept.page_ids, kept.generations)
 
     @property
     def has_news(self) -> bool:
-        """Whether counts or names have changed since `take_report`."""
+        """Returns whether page counts or names have changed since `take_report`."""
         return self._allocator.counts() != self._reported or self._allocator.has_changes
 
     def take_report(self) -> tuple[PageCounts, PageChanges]:
-        """Returns the counts, and the names that came and went since the call before."""
+        """Returns the page counts, and the names added and removed since the previous call."""
         self._reported = self._allocator.counts()
         return self._reported, self._allocator.take_changes()
 
     def check_books(self) -> bool:
-        """Compares the books with the pages, if nothing is held and that was not done since; returns whether it did.
+        """Checks the page accounting if no page is held and no check has run since the last use.
+
+        Returns whether it ran.
 
         Takes 10 ms for 30,000 pages. Raises InvariantViolated.
         """
@@ -177,13 +182,16 @@ class EnginePages(PrefixPages):
         self._allocator.check_integrity()
 
     def _num_nameable_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """How many of the first `num_tokens` have KV that another sequence may use instead of computing it."""
+        """Returns how many of the first `num_tokens` have KV that other sequences may reuse."""
         return num_tokens
 
     def _fill(
         self, key: Hashable, keys: list[PageKey], *, num_tokens: int, state: HeldState, is_worth: IsWorthCopying
     ) -> int:
-        """Gives a key pages for `num_tokens` tokens; returns how many were found by `keys`, in the pool or the tier."""
+        """Allocates pages for `num_tokens` tokens.
+
+        Returns how many of them were cached in the pool or the host tier.
+        """
         self._is_checked = False
         lease = PageLease(self._allocator)
         num_cached = take_prefix(lease, self._allocator, self._tier, keys, is_worth=is_worth, timed=self._timed)

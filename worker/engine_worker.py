@@ -1,7 +1,6 @@
-"""What both workers do between their sessions and their engine thread, whatever they compute.
+"""The shared logic of both workers between their sessions and their engine thread.
 
-Knows no role and no engine by name: a worker says what an attempt of its own is and how one ends, and `worker.engine`
-what an engine is.
+Independent of the role and the engine: subclasses define attempts, and `worker.engine` the engine interface.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ from worker.threads import infallible, on_this_loop
 ENGINE_STOP_TIMEOUT_S = 10.0
 
 PagesChanged = Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None]
-"""Called on the event loop with the keys of pages that have come to be found here, and of those that no longer are."""
+"""Called on the event loop with the keys of pages that entered the prefix cache and of pages that left it."""
 
 R = TypeVar("R")
 
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class EngineAttempt:
-    """What the attempts of both workers have."""
+    """The attributes shared by attempts of both workers."""
 
     spec: AttemptSpec[Sampling]
     session: Session
@@ -62,10 +61,9 @@ A = TypeVar("A", bound=EngineAttempt)
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What surrounds a worker's engine.
+    """The components around a worker's engine.
 
-    `grammars` are for answers that must have a form, which are refused without. `step_timeout_s` of 0: a step may take
-    any time.
+    Without `grammars`, constrained requests are rejected. If `step_timeout_s` is 0, steps have no time limit.
     """
 
     incarnation: str
@@ -79,10 +77,13 @@ class Around:
 
 
 class EngineWorker(ABC, Generic[A]):
-    """Attempts, sessions with gateways, and an engine thread whose end is the worker's. Made on the event loop."""
+    """Attempts, sessions with gateways, and an engine thread, whose failure ends the worker.
+
+    Create it on the event loop.
+    """
 
     name: ClassVar[str]
-    """As in messages."""
+    """Name of the worker in messages."""
 
     def __init__(
         self,
@@ -127,46 +128,46 @@ class EngineWorker(ABC, Generic[A]):
 
     @abstractmethod
     def load(self) -> Load:
-        """How busy the worker is now."""
+        """Returns the current load of the worker."""
 
     @abstractmethod
     def _fail_all(self, error: TandemError) -> None:
-        """Answers and ends every attempt."""
+        """Fails every attempt and reports the error."""
 
     @abstractmethod
     def _lose(self, attempt: A) -> None:
-        """Ends an attempt whose session is closed, so that nothing can be answered."""
+        """Ends an attempt whose session has closed, so that no event can be sent."""
 
     @abstractmethod
     async def wait_idle(self) -> None:
-        """Returns when every attempt has ended. Each has a deadline, so this does too."""
+        """Waits until every attempt has ended. Each attempt has a deadline, so the wait is bounded."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends and answers what is left, frees everything and stops the engine."""
+        """Ends and reports the remaining attempts, frees all resources, and stops the engine."""
 
     def begin_drain(self) -> None:
-        """Takes nothing new from here on; what was taken is finished."""
+        """Rejects new attempts from now on. Running attempts finish."""
         self._is_draining = True
         self.sessions.load_changed()
 
     def end_drain(self) -> None:
-        """Takes new attempts again."""
+        """Accepts new attempts again."""
         self._is_draining = False
         self.sessions.load_changed()
 
     def check_engine(self, elapsed_s: float) -> None:
-        """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
+        """Fails the worker if a step hangs. Call it periodically, with the time since the previous call."""
         if self._step_watch.is_stuck(elapsed_s):
             self._thread.abandon("the engine is stuck")
             self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
         loss = self.facts.loss()
         if loss is not None:
-            self._thread.abandon("the engine has lost a process")  # its step may wait for that one for ever
+            self._thread.abandon("the engine has lost a process")  # its step may wait for that process indefinitely
             self._on_engine_failed(loss)
 
     async def _stop(self) -> None:
-        """Closes what an idle worker is made of, in the order in which it may still be used."""
+        """Closes the parts of an idle worker, in the order of their dependencies."""
         await self._links.close()
         self.sessions.close()
         await asyncio.to_thread(self._thread.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
@@ -178,7 +179,7 @@ class EngineWorker(ABC, Generic[A]):
         return WorkerUnavailable(f"the {self.name} is leaving")
 
     def _check(self, spec: AttemptSpec[Sampling], *, num_new_tokens: int) -> None:
-        """Raises InvalidRequest for what the model cannot compute, with `num_new_tokens` after the prompt."""
+        """Raises InvalidRequest if the model cannot compute the prompt plus `num_new_tokens`."""
         self.facts.check(spec.sampling)
         if spec.adapter and spec.adapter not in self.facts.adapters:
             raise NotOffered(f"the {self.name} does not have the adapter {spec.adapter!r}", field="model")
@@ -193,7 +194,7 @@ class EngineWorker(ABC, Generic[A]):
     def _sequence(
         self, spec: AttemptSpec[Sampling], grammar: Grammar | None, emitted_token_ids: list[int]
     ) -> tuple[Sequence, bytes]:
-        """What the engine computes for an attempt, and the salt of its pages."""
+        """Returns the sequence that the engine computes for an attempt, and the salt of its pages."""
         sequence = Sequence(
             spec.key,
             spec.prompt_token_ids,
@@ -205,11 +206,11 @@ class EngineWorker(ABC, Generic[A]):
         return sequence, self.salt(spec)
 
     def salt(self, spec: AttemptSpec[Sampling]) -> bytes:
-        """Part of the names of its pages: pages are shared by attempts of one model and tenant."""
+        """Returns the part of the page names that limits sharing to attempts with the same model and tenant."""
         return cache_salt(model=self.facts.fingerprint, tenant=spec.cache_salt)
 
     async def find_prefix(self, token_ids: list[int], sharers: str) -> KeptPages:
-        """Returns the pages of the first of these tokens that are cached here for these sharers."""
+        """Returns the cached pages of the beginning of `token_ids` that are visible to `sharers`."""
         prefixes = self.prefixes
         if prefixes is None:
             return KeptPages((), ())
@@ -217,7 +218,7 @@ class EngineWorker(ABC, Generic[A]):
         return await asyncio.wrap_future(self.command(lambda: prefixes.find_prefix(token_ids, salt=salt)))
 
     def prefix_giver(self) -> PrefixGiver:
-        """Returns what serves other workers that ask for pages."""
+        """Returns the service that sends cached pages to other workers."""
         page_size = self.facts.limits.page_size
         return PrefixGiver(self._links, self.find_prefix, incarnation=self.incarnation, page_size=page_size)
 
@@ -226,18 +227,18 @@ class EngineWorker(ABC, Generic[A]):
         self.sessions.emit(attempt.session, *attempt.spec.key, payload)
 
     def begin_task(self, run: Coroutine[Any, Any, R], *, name: str | None = None) -> "asyncio.Task[R]":
-        """Runs a coroutine as a task of this worker."""
+        """Runs a coroutine as a task that the worker tracks."""
         task = asyncio.create_task(run, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def abort_transfer(self, transfer: SendTransfer, reason: TandemError, then: Callable[[], None]) -> None:
-        """Ends a transfer in a task of its own, which nobody cancels; calls `then` when nothing reads its pages."""
+        """Aborts a transfer in a separate task that is never cancelled. Calls `then` once nothing reads its pages."""
 
         def ended(abort: "asyncio.Task[None]") -> None:
             error = abort.exception()
-            if error is not None:  # its pages may still be read, and the reader is not known
+            if error is not None:  # its pages may still be read by an unknown reader
                 self._on_engine_failed(error)
             then()
 
@@ -254,11 +255,11 @@ class EngineWorker(ABC, Generic[A]):
     # --- the engine ---
 
     def command(self, command: Callable[[], R]) -> "Future[R]":
-        """Has a command of the engine run between two steps; one that fails ends the worker."""
+        """Submits an engine command, which runs between two steps. If it fails, the worker fails."""
         return self._thread.submit(infallible(command))
 
     def _note_step(self, report: StepReport, *, num_sequences: int, num_tokens: int) -> None:
-        """Notes how the pool is used and which named pages came and went, and a step that computed anything."""
+        """Records the page counts, the changes of the prefix cache, and the step if it computed anything."""
         self._pages = report.pages
         if self._on_pages_changed is not None and any(report.changes):
             self._on_pages_changed(*report.changes)
@@ -266,7 +267,7 @@ class EngineWorker(ABC, Generic[A]):
             self._metrics.note_step(seconds=report.seconds, num_sequences=num_sequences, num_tokens=num_tokens)
 
     def _on_engine_failed(self, error: BaseException) -> None:
-        """Answers every attempt with an error and lets the process end: its results can no longer be trusted."""
+        """Fails every attempt and lets the process end, because the engine's results are no longer reliable."""
         if self.failed.done():
             return
         logger.critical("the engine failed", exc_info=error)

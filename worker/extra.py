@@ -1,6 +1,7 @@
-"""Ends a worker's process with one sentence where the packages that it computes with are not installed.
+"""Exits with a one-line error if the packages that a worker computes with are not installed.
 
-To be imported before them: without this the end would be the traceback of whichever import comes first.
+Import this module before those packages. Otherwise the process would end with the traceback of the first failing
+import.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""A worker's look at its own GPU, again and again, on a thread that may wait for the driver.
+"""Monitors the worker's GPU periodically, on a thread that may block on the driver.
 
-Reads and passes on; what the facts amount to is the gateway's judgement. Calls of NVML take the driver's locks and may
-block for seconds, and one that waits for a broken GPU may never return: nobody else waits for this thread.
+This module only reads the GPU. The gateway evaluates the readings. NVML calls take the driver's locks and may block for
+seconds, and a call on a broken GPU may never return, so no other thread waits for this one.
 """
 
 import logging
@@ -15,23 +15,23 @@ from worker.gpu_use import GpuUse
 from worker.nvml import GpuReader, open_gpu
 
 READ_EVERY_S = 1.0
-"""As often as an idle worker reports. Chips take seconds to heat up; a reading takes the driver milliseconds."""
+"""As often as an idle worker reports. Chips take seconds to heat up, and a reading takes the driver milliseconds."""
 SILENT_S = 10.0
-"""A GPU whose reading takes longer counts as one that does not answer. A driver that is busy with the start of another
-process, or with another GPU, may take seconds."""
+"""A GPU counts as unresponsive if a reading takes longer, in seconds. A driver that starts another process or handles
+another GPU may take seconds."""
 RELEASE_S = 0.5
-"""How long the end waits for a reading that is under way."""
+"""How long `release` waits for a running reading, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 def watch_gpu(device: str | None) -> "GpuWatch | None":
-    """Begins to watch the GPU of this UUID (`GPU-…`); None, and nothing is done, without a device."""
+    """Starts monitoring the GPU with this UUID (`GPU-…`). Returns None if `device` is None."""
     return None if device is None else GpuWatch(lambda: open_gpu(device))
 
 
 class GpuWatch:
-    """The newest facts of one GPU. `open_reader` is called on the thread; None: nobody can be asked."""
+    """Latest readings of one GPU. `open_reader` is called on the thread and returns None if NVML is unavailable."""
 
     def __init__(
         self,
@@ -49,25 +49,25 @@ class GpuWatch:
         self._use: GpuUse | None = None
         self._reads_use = True
         self._asked_s: float | None = None
-        """When the reading began that is under way, or None."""
-        # A daemon: the process must not wait for it.
+        """Start of the running reading, or None."""
+        # A daemon thread, because the process must not wait for it.
         self._thread = threading.Thread(target=self._run, name="gpu-watch", daemon=True)
         self._thread.start()
 
     def message(self) -> worker_pb2.GpuFacts | None:
-        """What is known, the same object as long as it is the same; None: nothing. From any thread, waits for nothing.
+        """Returns the latest readings, or None before the first. Callable from any thread, without blocking.
 
-        Must not be changed.
+        Returns the same object until a reading changes. Do not modify it.
         """
         message = self._message
         return _LOST if message is not None and self._is_silent() else message
 
     def use(self) -> GpuUse | None:
-        """How much it does, as of the last reading; None where that is nothing or long ago. From any thread."""
+        """Returns the latest utilization, or None if it is unknown or outdated. Callable from any thread."""
         return None if self._is_silent() else self._use
 
     def release(self) -> None:
-        """Ends the watch. A reading that hangs is left behind."""
+        """Stops the monitor. Abandons a reading that hangs."""
         self._stop.set()
         self._thread.join(RELEASE_S)
 
@@ -86,7 +86,7 @@ class GpuWatch:
                     self._stop.wait(self._read_every_s)
             finally:
                 reader.close()
-        except Exception:  # the root of the thread: the worker works as well without
+        except Exception:  # root of the thread: the worker runs without the monitor
             logger.exception("the GPU is no longer watched")
 
     def _read(self, reader: GpuReader) -> None:
@@ -103,13 +103,13 @@ class GpuWatch:
     def _read_use(self, reader: GpuReader) -> None:
         try:
             self._use = reader.read_use()
-        except Exception:  # whatever a module of another version does: nothing is decided by these figures
+        except Exception:  # a module of another version may raise anything, and nothing depends on these measurements
             logger.exception("how much the GPU does is no longer read")
             self._reads_use, self._use = False, None
 
 
 def gpu_message(facts: GpuFacts) -> worker_pb2.GpuFacts:
-    """Facts as they travel with a session's events."""
+    """Returns the readings as a message of the session."""
     return worker_pb2.GpuFacts(
         temperature_c=facts.temperature_c,
         slowdown_c=facts.slowdown_c,

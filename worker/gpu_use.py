@@ -1,8 +1,8 @@
-"""How much a GPU does, through NVIDIA's management library: power, clocks, and how busy which part of it is.
+"""GPU utilization through NVIDIA's management library: power, clocks, and the load of each part of the GPU.
 
-For people who watch, so nothing is decided by it. From Hopper on a GPU counts what its parts do (GPU performance
-monitoring, GPM): two samples of the counters make a mean over the time between them. A part of a GPU (MIG) says none
-of this. Each figure is asked for by itself, and left out where there is no answer.
+These metrics are for observers only: the system makes no decision based on them. From Hopper on, a GPU counts the
+activity of its parts (GPU performance monitoring, GPM). Two samples of the counters yield the mean between them. A MIG
+instance reports none of this. Each metric is read separately and omitted if it is unavailable.
 """
 
 import math
@@ -17,18 +17,19 @@ GPM_PARTS = {
     "tensor": "NVML_GPM_METRIC_ANY_TENSOR_UTIL",
     "dram": "NVML_GPM_METRIC_DRAM_BW_UTIL",
 }
-"""Our names of a GPU's parts and the counters' in the package, which are percentages."""
+"""Our names of a GPU's parts, and the names of their counters in the package. The counters are percentages."""
 CLOCKS = {"sm": 1, "memory": 2}
 """NVML_CLOCK_SM and NVML_CLOCK_MEM."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """What a GPU does. None, or not among the keys: it does not say that.
+    """Utilization of a GPU. Metrics that the GPU does not report are None or missing from the dictionaries.
 
-    `energy_j` since the driver was loaded. `clocks_hz` has keys of `CLOCKS`. `busy` has shares from 0 to 1 of the time
-    since the last reading: `kernels` and `memory`, in which any kernel ran and any memory was read or written; and keys
-    of `GPM_PARTS`: of all SMs and all their warps, of the tensor cores, and of the memory's bandwidth.
+    `energy_j` counts from when the driver was loaded. `clocks_hz` has the keys of `CLOCKS`. `busy` contains fractions
+    from 0 to 1 since the last reading. `kernels` and `memory` are the fractions of time in which any kernel ran and in
+    which any memory was read or written. The keys of `GPM_PARTS` are the utilization of all SMs, of all their warps, of
+    the tensor cores, and of the memory bandwidth.
     """
 
     power_w: float | None = None
@@ -39,7 +40,7 @@ class GpuUse:
 
 
 class UseReader:
-    """Asks one GPU through `ask(names of functions, *arguments)`, which gives None where none answers. Close it."""
+    """Reads one GPU through `ask(function names, *arguments)`, which returns None if no function succeeds. Close it."""
 
     def __init__(self, nvml: ModuleType, handle: object, *, ask: Callable[..., Any]) -> None:
         self._nvml = nvml
@@ -47,7 +48,7 @@ class UseReader:
         self._ask = ask
         self._has_sample = False
         self._samples: list[object] = []
-        """Two, the older first; none where the GPU has no such counters."""
+        """Two samples, the older first. Empty if the GPU lacks these counters."""
         support = ask(("nvmlGpmQueryDeviceSupport",), handle)
         if support is not None and support.isSupportedDevice:
             samples = [ask(("nvmlGpmSampleAlloc",)) for _ in range(2)]
@@ -56,7 +57,7 @@ class UseReader:
                 self.close()
 
     def read(self) -> GpuUse:
-        """Returns all that the GPU says now. A figure that cannot be had is left out, never an error."""
+        """Returns the current utilization. Unavailable metrics are omitted and never raise."""
         clocks_mhz = {name: self._number("nvmlDeviceGetClockInfo", clock) for name, clock in CLOCKS.items()}
         return GpuUse(
             power_w=self._number("nvmlDeviceGetPowerUsage", scale=1e-3),
@@ -67,7 +68,7 @@ class UseReader:
         )
 
     def close(self) -> None:
-        """Gives back what the driver keeps for it."""
+        """Frees the driver's resources."""
         samples, self._samples = self._samples, []
         for sample in samples:
             self._ask(("nvmlGpmSampleFree",), sample)
@@ -99,7 +100,7 @@ class UseReader:
         if self._ask(("nvmlGpmMetricsGet",), query) is None:
             return {}
         answers = zip(GPM_PARTS, query.metrics, strict=False)
-        # One counter may fail by itself, or have counted nothing that it could be divided by.
+        # One counter may fail separately, or have no denominator.
         return {
             part: metric.value / 100
             for part, metric in answers

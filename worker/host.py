@@ -1,6 +1,6 @@
-"""The life of a worker process: identity, readiness, its load in Redis, draining, end.
+"""The lifecycle of a worker process: identity, readiness, load reports in Redis, draining, and exit.
 
-Knows no engine, no model and no role.
+Does not depend on the engine, the model, or the role.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from worker.config import WorkerConfig
 from worker.engine_worker import EngineWorker
 
 SERVER_GRACE_S = 5.0
-"""How long a worker that ends waits for gateways to read the last events: on a busy machine one may be seconds behind,
-and what it has not read is lost, with the end of an answer that perhaps nobody else may continue."""
+"""How long an exiting worker waits for gateways to read the last events, in seconds. On a busy machine, a gateway may
+be seconds behind. Unread events are lost, including the end of a response that perhaps no other worker can continue."""
 PUBLISH_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.25
 CONFIRM_INTERVAL_S = 0.05
 FIRST_SESSION_S = 3.0
-"""How long a new worker waits for its first gateway before it counts as ready: a gateway that looks takes a second."""
+"""How long a new worker waits for its first gateway before it becomes ready. A gateway polls about once a second."""
 UNFOUND_S = 10.0
-"""The time after which a worker that no gateway has connected to says so."""
+"""Time without a gateway connection after which a worker logs a warning, in seconds."""
 
 SWITCH_INTERVAL_S = 1e-4
-"""How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
-meanwhile, and Python's own 5 ms are longer than a step. Steps come first; what a step brings is sent during the next.
-"""
+"""Maximum time that the engine thread waits for the interpreter lock after its kernels finish. The event loop holds the
+lock during that time, and Python's default of 5 ms is longer than a step. Steps have priority, and the results of a
+step are sent during the next step."""
 
 S = TypeVar("S")
 C = TypeVar("C", bound=WorkerConfig)
@@ -45,19 +45,19 @@ logger = logging.getLogger(__name__)
 
 
 class Change(Protocol):
-    """What a worker process is to be instead of what it is."""
+    """A change of a worker process, such as another role or another model."""
 
     async def due(self) -> None:
-        """Returns when the process is to change, and can."""
+        """Returns when the change is requested and possible."""
         ...
 
     async def withdrawn(self) -> None:
-        """Returns when the process is to stay as it is after all."""
+        """Returns when the change is no longer requested."""
         ...
 
 
 class NoChange:
-    """A process that stays as it is."""
+    """A process without changes."""
 
     async def due(self) -> None:
         """Never returns."""
@@ -67,9 +67,9 @@ class NoChange:
 
 
 def run_service(settings: C, role: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """A worker process from its settings to its end: logs, membership, traces, parent, signals, event loop.
+    """Runs a worker process to its end: logs, membership, traces, parent, signals, and event loop.
 
-    Raises what ends it.
+    Raises the error that ends it.
     """
     logs.setup(settings.log_level, service=f"{role}-worker", worker_id=settings.id)
     process.be_nice(settings.nice)
@@ -91,9 +91,9 @@ def run_service(settings: C, role: str, serve: Callable[[C, asyncio.Event], Coro
 
 
 def take_role(settings: WorkerConfig, role: str) -> None:
-    """Has logs, traces, certificates and proofs say from here on that this process is a worker of this role.
+    """Sets the role of this process in logs, traces, certificates, and membership proofs.
 
-    Blocks while traces of the role before are exported. Raises ConfigError.
+    Blocks while the traces of the previous role are exported. Raises ConfigError.
     """
     telemetry.shutdown()
     service = f"{role}-worker"
@@ -105,7 +105,7 @@ def take_role(settings: WorkerConfig, role: str) -> None:
 
 
 def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
-    """The certificate of a worker, which must name its role and the host that it advertises; None: no TLS.
+    """Returns the certificate of a worker, which must contain its role and advertised host, or None without TLS.
 
     Raises ConfigError.
     """
@@ -118,13 +118,13 @@ def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
 
 
 def channel_tls(settings: WorkerConfig) -> Identity | None:
-    """What pages are encrypted with on their way to and from other hosts; None: they are not."""
+    """Returns the identity that encrypts pages between hosts, or None if they are not encrypted."""
     identity = rpc.identity()
     return identity if identity is not None and identity.is_mutual and not settings.insecure else None
 
 
 def _warn(settings: WorkerConfig) -> None:
-    """Says what strangers in the network can do."""
+    """Logs warnings about exposure to the network."""
     if settings.secrets is None and settings.tls is None:
         logger.warning(
             "this worker serves everybody who reaches its port: it has neither --cluster-secret-file nor --redis, from "
@@ -135,7 +135,7 @@ def _warn(settings: WorkerConfig) -> None:
 
 
 async def load_or_stop(load: Callable[[], S], lease: WorkerLease | None, stop: asyncio.Event) -> S:
-    """Runs a long `load` beside the event loop. A process that is told to stop meanwhile ends at once, cleanly."""
+    """Runs a long `load` in a thread. If the process must stop before it completes, exits cleanly at once."""
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +145,7 @@ async def load_or_stop(load: Callable[[], S], lease: WorkerLease | None, stop: a
     if lease is not None:
         await asyncio.to_thread(lease.release)
     telemetry.shutdown()
-    # A thread cannot be interrupted, and leaving in an orderly way would wait for it: nothing is held yet.
+    # A thread cannot be interrupted, and a graceful shutdown would wait for it. The worker holds no requests yet.
     os._exit(0)
 
 
@@ -158,14 +158,14 @@ async def serve_until_drained(
     drain_timeout_s: float | None = None,
     change: Change | None = None,
 ) -> None:
-    """A worker's life: ready, until `stop`, DrainWorker or a change, then draining until nothing is left, then gone.
+    """Runs a worker: ready until `stop`, DrainWorker, or a change, then draining until no work is left.
 
-    It is ready once Redis has its record, without which no gateway finds it, and a gateway has found it; where none
-    comes within FIRST_SESSION_S, without. So an update that takes the next worker down when this one is
-    ready leaves gateways one that they know. Losing Redis or a gateway later changes nothing.
-    After `drain_timeout_s` of draining it goes with what is left, which fails. A change that is withdrawn while the
-    worker drains makes it ready again. `server` has started. Worker and server are closed when this returns or raises.
-    Raises the worker's own failure.
+    The worker becomes ready once Redis has its record, without which gateways cannot find it, and a gateway has
+    connected. If none connects within FIRST_SESSION_S, it becomes ready anyway. Waiting matters for a rolling update
+    that stops the next worker when this one is ready: the gateways then have a worker that they know. Losing Redis or a
+    gateway later changes nothing. After `drain_timeout_s` of draining, the remaining requests fail. If a change is
+    withdrawn during the drain, the worker becomes ready again. `server` must have started. Closes the worker and the
+    server in any case. Raises the worker's failure.
     """
     background, telling = [asyncio.create_task(_watch_engine(worker))], []
     if lease is not None:
@@ -175,7 +175,7 @@ async def serve_until_drained(
     try:
         await life.run(change or NoChange(), drain_timeout_s)
     finally:
-        # The watch continues meanwhile: an engine that hangs now must not keep the worker from ending.
+        # The engine watchdog keeps running: an engine that hangs now must not keep the worker from exiting.
         try:
             await worker.close()
         finally:
@@ -188,7 +188,7 @@ async def serve_until_drained(
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Ready and draining, as `serve_until_drained` has it; `background` must not end before."""
+    """The ready and draining phases of `serve_until_drained`. `background` tasks must not end before it."""
 
     worker: EngineWorker[Any]
     server: RpcServer
@@ -197,7 +197,7 @@ class _Life:
     background: Sequence["asyncio.Task[None]"]
 
     async def run(self, change: Change, drain_timeout_s: float | None) -> None:
-        """Returns when nothing is left to do, or the limit of the drain has passed."""
+        """Returns when no work is left or the drain has timed out."""
         self._publish(WorkerState.READY)
         await self._first_of(_found(self.worker, self.lease), *self._ends())
         while True:
@@ -233,9 +233,9 @@ class _Life:
             self.lease.update(state=state)
 
     async def _first_of(self, *waits: Coroutine[Any, Any, Any]) -> int:
-        """Returns the place of the first wait that has ended, when one has.
+        """Returns the index of the first wait that has ended.
 
-        Raises what the worker, or something behind it, failed with before.
+        Raises the failure of the worker or of a background task if it occurred first.
         """
         tasks = [asyncio.create_task(wait) for wait in waits]
         failed = self.worker.failed
@@ -253,9 +253,9 @@ class _Life:
 
 
 async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
-    """Returns when a gateway has found this worker as a ready one, or at once where no registry lists it."""
+    """Returns when a gateway has connected to this ready worker, or at once if the worker is in no registry."""
     if lease is None:
-        return  # gateways are told of it in other ways, and when they like
+        return  # gateways discover the worker by other means, at any time
     await _listed(lease)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SESSION_S):
@@ -264,12 +264,12 @@ async def _found(worker: EngineWorker[Any], lease: WorkerLease | None) -> None:
 
 async def _listed(lease: WorkerLease) -> None:
     """Returns when Redis has the record of a ready worker."""
-    while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - a thread's, no event
+    while lease.confirmed_state is not WorkerState.READY:  # noqa: ASYNC110 - set by a thread, without an event
         await asyncio.sleep(CONFIRM_INTERVAL_S)
 
 
 async def _tell_whether_found(worker: EngineWorker[Any], lease: WorkerLease) -> None:
-    """Says in the log when the first gateway connects, and before that that none does."""
+    """Logs the first gateway connection, and a warning if it takes too long."""
     await _listed(lease)
     first = worker.sessions.first
     try:
@@ -286,14 +286,14 @@ async def _tell_whether_found(worker: EngineWorker[Any], lease: WorkerLease) -> 
 
 
 async def _publish_load(worker: EngineWorker[Any], lease: WorkerLease) -> None:
-    """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
+    """Publishes the load to Redis. Gateways with a session receive it with each step, so this copy may be older."""
     while True:
         lease.update(**worker.load().record_fields(), certificate_end_unix_s=certificate_end_unix_s())
         await asyncio.sleep(PUBLISH_INTERVAL_S)
 
 
 def certificate_end_unix_s() -> int:
-    """When this process's certificate expires, as its record has it; 0: it has none."""
+    """Returns the expiry time of this process's certificate for its record, or 0 without a certificate."""
     identity = rpc.identity()
     return 0 if identity is None else max(0, int(identity.end_unix_s()))
 

@@ -1,6 +1,6 @@
-"""What a worker is made from: a loaded model, whatever computes it.
+"""The interface to a loaded model, independent of its engine.
 
-A worker package says how each engine is loaded, by name (`worker.role.Role`); nothing else names an engine.
+A worker package defines how to load each engine by name (`worker.role.Role`). No other module names an engine.
 """
 
 from typing import Protocol
@@ -15,10 +15,10 @@ from services.runtime.identity import AnswerIdentity
 
 
 class KeptWeights(Protocol):
-    """The weights of a model without its pages, from which its role loads it again."""
+    """The weights of a model without its pages. A role can reload the model from them."""
 
     def close(self) -> None:
-        """Stops handing them out to other processes. May be called again."""
+        """Stops sharing the weights with other processes. May be called again."""
         ...
 
 
@@ -27,77 +27,77 @@ class LoadedModel(Protocol):
 
     @property
     def pool(self) -> PageMemory:
-        """The pages, under the numbers that the engine's reports have."""
+        """Returns the pages. Their numbers are the ones in the engine's reports."""
         ...
 
     @property
     def allocator(self) -> PageGenerations:
-        """Says whether a page is still in the use in which it was sent."""
+        """Returns the check whether a page is still in the generation in which it was sent."""
         ...
 
     @property
     def tier(self) -> HostTier | None:
-        """Host memory below the pool, where it has any."""
+        """Returns the host memory tier below the pool, or None."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Two workers exchange pages only if theirs agree; part of the names of pages."""
+        """Workers exchange pages only if their fingerprints are equal. Part of the names of pages."""
         ...
 
     @property
     def is_exact(self) -> bool:
-        """Whether a token is bitwise the same whatever shares its step, and computed alone or with others before it."""
+        """Returns whether tokens are bitwise identical regardless of the batch and of chunking."""
         ...
 
     @property
     def limits(self) -> SequenceLimits:
-        """What a sequence may be at most."""
+        """Returns the limits of a sequence."""
         ...
 
     @property
     def parallelism(self) -> Parallelism:
-        """The processes that share the model."""
+        """Returns the processes that share the model."""
         ...
 
     @property
     def gpu_uuid(self) -> str | None:
-        """The name by which NVML knows the model's GPU; None: it is on none."""
+        """Returns the NVML UUID of the model's GPU, or None if it runs on the CPU."""
         ...
 
     @property
     def kernels_error(self) -> str:
-        """Why torch computes instead of this engine's compiled kernels. Empty if it does not."""
+        """Returns why torch computes instead of the native kernels. Empty if the native kernels are used."""
         ...
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters that it can be computed with."""
+        """Returns the names of the available adapters."""
         ...
 
     @property
     def embeds(self) -> bool:
-        """Whether it gives the hidden states of prompts."""
+        """Returns whether the engine can return the hidden states of prompts."""
         ...
 
     @property
     def weights(self) -> KeptWeights | None:
-        """What may stay in memory while another model is served; None: nothing."""
+        """Returns the weights that may stay in memory while another model is served, or None."""
         ...
 
     @property
     def loss(self) -> TandemError | None:
-        """What has made the engine useless while nobody used it, from any thread."""
+        """Returns the error that broke the engine while it was idle, or None. Callable from any thread."""
         ...
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
-        """Returns all that decides its tokens beside the request."""
+        """Returns everything that determines its tokens, apart from the request."""
         ...
 
     def check(self, sampling: Sampling) -> None:
-        """Raises NotOffered for what its engine cannot give."""
+        """Raises NotOffered for options that its engine does not support."""
         ...
 
     def close(self) -> None:
-        """Ends the other processes that compute it. May be called again."""
+        """Stops the other processes of the model. May be called again."""
         ...

@@ -1,4 +1,4 @@
-"""How busy a worker is, and its Prometheus metrics. Knows no role."""
+"""The load of a worker and its Prometheus metrics. Does not depend on the role."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from services.runtime.metrics import Count, Distribution, process_registry
 from worker.config import WorkerConfig
 from worker.gpu_use import GpuUse
 
-# A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
+# A step takes from some 100 microseconds (a tiny model) to seconds (a long chunk on few cores).
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # From a few pages through shared memory to gigabytes over a slow network.
 TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a worker has measured, as the numbers of `PrefillSpeed` … in `worker.proto`. None: nothing yet."""
+    """Measured speeds of a worker, as the fields of `PrefillSpeed` … in `worker.proto`. None if not measured yet."""
 
     prefill: tuple[float, ...] | None = None
     decode: tuple[float, ...] | None = None
     link: tuple[float, ...] | None = None
 
     def set_in(self, load: worker_pb2.WorkerLoad) -> None:
-        """Writes down what is known."""
+        """Writes the known speeds into `load`."""
         if self.prefill is not None:
             speed = load.prefill_speed
             speed.overhead_s, speed.s_per_token, speed.s_per_token_squared = self.prefill
@@ -51,7 +51,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a worker is; pages by state as in `cluster.proto`."""
+    """Load of a worker. The page states are defined in `cluster.proto`."""
 
     pages_total: int
     pages_free: int
@@ -64,14 +64,14 @@ class Load:
     waiting_tokens: int = 0
     context_tokens: int = 0
     promised_pages_by_class: tuple[int, ...] = ()
-    """Decode worker, by service class from 0 on: what its requests are expected to need, taken or not."""
+    """Decode worker: pages that its requests are expected to need, allocated or not, by service class from 0."""
     running_by_class: tuple[int, ...] = ()
-    """Decode worker, by service class from 0 on: requests that it has taken."""
+    """Decode worker: admitted requests by service class, from 0."""
     num_preempted: int = field(default=0, compare=False)
     speeds: Speeds = field(default=Speeds(), compare=False)
 
     def record_fields(self) -> dict[str, int]:
-        """The load as fields of a WorkerRecord."""
+        """Returns the load as fields of a WorkerRecord."""
         return {
             "pages_total": self.pages_total,
             "pages_free": self.pages_free,
@@ -83,7 +83,7 @@ class Load:
         }
 
     def to_message(self, *, is_draining: bool) -> worker_pb2.WorkerLoad:
-        """The load as it travels with a session's events."""
+        """Returns the load as a message of the session."""
         state = cluster_pb2.WORKER_STATE_DRAINING if is_draining else cluster_pb2.WORKER_STATE_READY
         message = worker_pb2.WorkerLoad(
             pages=cluster_pb2.PageCounts(
@@ -109,7 +109,7 @@ class Load:
 
 
 class WorkerMetrics:
-    """Prometheus metrics of one worker, in a registry of their own."""
+    """Prometheus metrics of one worker, in a separate registry."""
 
     def __init__(self, *, worker_id: str, program: str = "worker") -> None:
         self.registry = process_registry(program)
@@ -169,7 +169,7 @@ class WorkerMetrics:
         )
 
     def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
-        """Notes an engine step with its sequences and their tokens."""
+        """Records an engine step with the number of its sequences and tokens."""
         steps = self._steps
         steps.seconds.observe(seconds)
         steps.num_computed.value += num_tokens
@@ -177,52 +177,55 @@ class WorkerMetrics:
         steps.tokens.observe(num_tokens)
 
     def note_prompt(self, *, num_tokens: int, num_cached_tokens: int) -> None:
-        """Notes a prompt that began, and how many of its tokens need not be computed."""
+        """Records a prompt that started, and how many of its tokens were cached."""
         self._prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached_tokens)
 
     def note_pull(self, *, num_tokens: int, num_bytes: int) -> None:
-        """Notes a prefix that was to be fetched; no tokens: it was computed."""
+        """Records a prefix fetch. If it fetched no tokens, the prefix was computed."""
         self._pulls["fetched" if num_tokens else "computed"].inc()
         self._pulled_bytes.inc(num_bytes)
 
     def note_transfer(self, *, num_bytes: int, seconds: float, exposed_s: float) -> None:
-        """Pages were handed to another worker, which has committed them."""
+        """Records a handoff that the other worker has committed."""
         self.transferred_bytes.inc(num_bytes)
         self._transfer_s.observe(seconds)
         self._exposed_s.observe(exposed_s)
 
     def watch_faults(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Reads what was refused or dropped in handoffs, by reason, for each scrape; in the thread that serves it."""
+        """Exports the handoff faults by reason. `counts` is called for each scrape, in the thread that serves it."""
         self.registry.register(_Faults(self._worker_id, counts))
 
     def watch_host_tier(self, stats: Callable[[], HostTierStats]) -> None:
-        """Reads what the host's memory holds of pages: for `counts`, and in the thread that serves a scrape."""
+        """Exports the state of the host tier, in `counts` and for each scrape, in the thread that serves it."""
         self._tier = stats
         self.registry.register(_HostTier(self._worker_id, stats))
 
     def watch_gpu(self, use: Callable[[], GpuUse | None]) -> None:
-        """Reads how much the worker's GPU does for each scrape; in the thread that serves it."""
+        """Exports the utilization of the worker's GPU.
+
+        `use` is called for each scrape, in the thread that serves it.
+        """
         self.registry.register(_GpuUse(self._worker_id, use))
 
     def count_attempt(self, outcome: str) -> None:
-        """Counts an attempt that ended; `outcome` is one of a few words."""
+        """Counts an attempt that ended. `outcome` has a small fixed set of values."""
         self._attempts.labels(self._worker_id, outcome).inc()
 
     def note_speculation(self, source: str, *, proposed: int, accepted: int) -> None:
-        """Counts tokens that were proposed for a sequence; `source` is one of a few words."""
+        """Counts draft tokens. `source` has a small fixed set of values."""
         self._proposed.labels(self._worker_id, source).inc(proposed)
         self._accepted.labels(self._worker_id, source).inc(accepted)
         self._counts.proposed_tokens[source] += proposed
         self._counts.accepted_tokens[source] += accepted
 
     def count_preemption(self, reason: str) -> None:
-        """Counts a sequence that was preempted; `reason` is one of a few words."""
+        """Counts a preempted sequence. `reason` has a small fixed set of values."""
         self._preemptions.labels(self._worker_id, reason).inc()
         self._counts.preemptions[reason] += 1
 
     def counts(self) -> worker_pb2.WorkerCounts:
-        """What gateways are told of it, whether /metrics is served or not; a copy."""
+        """Returns a copy of the counts that gateways receive, even if /metrics is not served."""
         counts = worker_pb2.WorkerCounts()
         counts.CopyFrom(self._counts)
         counts.step_s = self._steps.seconds.sum
@@ -233,10 +236,10 @@ class WorkerMetrics:
         return counts
 
     def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> str:
-        """Serves /metrics, if a port is set, from a thread of its own until `close`.
+        """Serves /metrics from a separate thread until `close`, if a port is set.
 
-        `load` is called for each scrape, in that thread. Returns the host:port where others can scrape it; empty where
-        no port is set. Raises ConfigError where the port cannot be had.
+        `load` is called for each scrape, in that thread. Returns the host:port to scrape, or an empty string if no port
+        is set. Raises ConfigError if the port cannot be bound.
         """
         if settings.metrics_port is None:
             return ""
@@ -256,7 +259,7 @@ class WorkerMetrics:
             self._server = None
 
     def watch(self, load: Callable[[], Load]) -> None:
-        """Reads how busy the worker is for each scrape; once."""
+        """Exports the load of the worker. Call it once."""
         pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
         for state in ("total", "free", "cached", "reserved", "used"):
             pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
@@ -271,7 +274,7 @@ class WorkerMetrics:
 
 
 def _pull_counters(registry: CollectorRegistry, worker_id: str) -> tuple[Mapping[str, Counter], Counter]:
-    """Returns the counters of beginnings of prompts that other workers hold: pulls by outcome, and bytes."""
+    """Returns the counters of prefix fetches by outcome, and of fetched bytes."""
     words = "Beginnings of prompts that other workers held: fetched from them, or computed after all."
     pulls = Counter("tandem_pulls", words, ("worker", "outcome"), registry=registry)
     by_outcome = {outcome: pulls.labels(worker_id, outcome) for outcome in ("fetched", "computed")}
@@ -280,7 +283,7 @@ def _pull_counters(registry: CollectorRegistry, worker_id: str) -> tuple[Mapping
 
 
 class _Steps(Collector):
-    """Engine steps, which are told on the event loop once for each of them: see `services.runtime.metrics`."""
+    """Engine steps. Cheap to record, because the event loop does it for every step: see `services.runtime.metrics`."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -290,7 +293,7 @@ class _Steps(Collector):
         self.num_computed = Count()
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape gets."""
+        """Returns the metrics of a scrape."""
         families, computed = self._families()
         for family, steps in zip(families, (self.seconds, self.sequences, self.tokens), strict=True):
             limits = [*(repr(float(bound)) for bound in steps.bounds), "+Inf"]
@@ -300,7 +303,7 @@ class _Steps(Collector):
         return [*families, computed]
 
     def describe(self) -> Iterable[Metric]:
-        """The names, for the registry."""
+        """Returns the metric names for the registry."""
         families, computed = self._families()
         return [*families, computed]
 
@@ -319,34 +322,34 @@ class _Steps(Collector):
 
 
 class _Faults(Collector):
-    """The counts of a handoff's faults, which are kept elsewhere."""
+    """Handoff faults, which are counted elsewhere."""
 
     def __init__(self, worker_id: str, counts: Callable[[], Mapping[str, int]]) -> None:
         self._worker_id = worker_id
         self._counts = counts
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """What a scrape gets."""
+        """Returns the metrics of a scrape."""
         family = self.describe()[0]
         for reason, count in self._counts().items():
             family.add_metric((self._worker_id, reason), count)
         return [family]
 
     def describe(self) -> list[CounterMetricFamily]:
-        """The name, for the registry."""
+        """Returns the metric name for the registry."""
         words = "What was refused, dropped or broken in handoffs, at either end, by reason."
         return [CounterMetricFamily("tandem_transfer_faults", words, labels=("worker", "reason"))]
 
 
 class _HostTier(Collector):
-    """Pages that the pool had no room for, whose counts are kept elsewhere."""
+    """Pages evicted from the pool to host memory, which are counted elsewhere."""
 
     def __init__(self, worker_id: str, stats: Callable[[], HostTierStats]) -> None:
         self._worker_id = worker_id
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape gets."""
+        """Returns the metrics of a scrape."""
         pages, moved = self.describe()
         stats = self._stats()
         for state, number in (("total", stats.total), ("free", stats.free), ("held", stats.held)):
@@ -356,7 +359,7 @@ class _HostTier(Collector):
         return [pages, moved]
 
     def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        """The names, for the registry."""
+        """Returns the metric names for the registry."""
         held = "Room for KV pages in the host's memory: all of it, free, and held by cached pages."
         moved = "Cached KV pages that went to the host's memory (out), came back, or were evicted there (dropped)."
         return [
@@ -366,14 +369,14 @@ class _HostTier(Collector):
 
 
 class _GpuUse(Collector):
-    """What a GPU says of its use. What it does not say has no figure, not one of 0."""
+    """GPU utilization. Metrics that the GPU does not report are omitted, not 0."""
 
     def __init__(self, worker_id: str, use: Callable[[], GpuUse | None]) -> None:
         self._worker_id = worker_id
         self._use = use
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape gets."""
+        """Returns the metrics of a scrape."""
         power, limit, energy, clocks, busy = self.describe()
         use = self._use() or GpuUse()
         for family, value in ((power, use.power_w), (limit, use.power_limit_w), (energy, use.energy_j)):
@@ -385,7 +388,7 @@ class _GpuUse(Collector):
         return [power, limit, energy, clocks, busy]
 
     def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        """The names, for the registry."""
+        """Returns the metric names for the registry."""
         whose = ("worker",)
         return [
             GaugeMetricFamily("tandem_gpu_power_watts", "Power that the GPU draws.", labels=whose),

@@ -1,7 +1,7 @@
-"""The models of a worker process, one of which is awake: has pages and is served.
+"""The models of a worker process. One of them is loaded: it has pages and serves requests.
 
-The weights of those that were awake last may stay in memory, asleep, so that waking them takes no reading. All others
-are on disk only. Knows no role by name, and not which model is wanted.
+The weights of recently loaded models may stay in memory ("sleeping"), so that loading them again does not read the
+disk. All others are only on disk. Does not depend on the role. The caller decides which model is wanted.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=WorkerConfig)
 
 @dataclass(frozen=True, slots=True)
 class AwakeModel:
-    """A model with its pages, and what follows from it. `settings` are those of a worker that has only this model."""
+    """A loaded model with its pages and derived properties. `settings` describe a worker with only this model."""
 
     name: str
     settings: WorkerConfig
@@ -32,9 +32,9 @@ class AwakeModel:
 
 
 class Models:
-    """The models in `folders`, by name. Beside the awake one, the weights of at most `max_asleep` stay in memory.
+    """The models in `folders`, by name. Up to `max_asleep` models sleep in memory in addition to the loaded one.
 
-    All methods may take long, and run one at a time.
+    All methods may block for long. Call one at a time.
     """
 
     def __init__(self, settings: WorkerConfig, folders: Mapping[str, Path], *, max_asleep: int = 0) -> None:
@@ -43,28 +43,28 @@ class Models:
         self._max_asleep = max_asleep
         self._awake: AwakeModel | None = None
         self._asleep: dict[str, tuple[KeptWeights, ModelFacts]] = {}
-        """Those that were awake last come last."""
+        """In the order of last use, the latest last."""
 
     @property
     def awake(self) -> AwakeModel:
-        """The model that is awake, while one is."""
+        """Returns the loaded model. Call it only while a model is loaded."""
         assert self._awake is not None, "no model is awake"
         return self._awake
 
     @property
     def asleep(self) -> tuple[str, ...]:
-        """Names of the models whose weights are in memory without pages."""
+        """Returns the names of sleeping models, whose weights are in memory without pages."""
         return tuple(self._asleep)
 
     def check(self, name: str) -> None:
-        """Raises ModelError for a model whose folder cannot be served."""
+        """Raises ModelError if the folder of a model cannot be served."""
         if name not in self._asleep:
             read_model_facts(local_model(self._folders[name]))
 
     def wake(self, role: AnyRole, name: str) -> None:
-        """Gives a model new pages, from its kept weights or from disk. Raises ModelError or ConfigError.
+        """Loads a model with new pages, from its sleeping weights or from disk. No other model may be loaded.
 
-        No other one is awake.
+        Raises ModelError or ConfigError.
         """
         settings = replace(self._settings, model=local_model(self._folders[name]), model_name=name)
         weights, facts = self._asleep.pop(name, (None, None))
@@ -78,9 +78,9 @@ class Models:
         self._awake = AwakeModel(name, settings, loaded, facts, identity)
 
     def lay_down(self, wanted: str) -> None:
-        """Keeps the weights of the awake model, which nobody uses any longer, or closes it where they may not be kept.
+        """Puts the loaded model to sleep, or closes it if its weights may not stay in memory. It must be unused.
 
-        Its pages are free once the caller has forgotten them. Weights of the model that is `wanted` next stay too.
+        Its pages are freed once the caller drops its references. The sleeping weights of `wanted` are retained too.
         """
         model, self._awake = self.awake, None
         weights = model.loaded.weights if self._max_asleep else None
@@ -93,7 +93,7 @@ class Models:
             self._asleep.pop(name)[0].close()
 
     def close(self) -> None:
-        """Closes what is awake, and forgets what is asleep."""
+        """Closes the loaded model and discards sleeping ones."""
         if self._awake is not None:
             self._awake.loaded.close()
         for weights, _ in self._asleep.values():

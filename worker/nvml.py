@@ -1,9 +1,9 @@
-"""What a GPU says about its own health, through NVIDIA's management library, where there is one.
+"""Health readings of a GPU through NVIDIA's management library, if it is available.
 
-Reads facts and judges nothing; `services.scheduling.health` does. The package `nvidia-ml-py` is optional, so is the
-driver, and most of what can be asked is not answered by every GPU, every driver, or inside every container: each fact
-is asked for by itself, and left out where there is no answer. A reading waits for the driver, some calls long; it
-belongs on a thread that may wait.
+Only reads. `services.scheduling.health` evaluates the readings. Both the package `nvidia-ml-py` and the driver are
+optional, and many values are unavailable on some GPUs, drivers, or containers. Each value is therefore read separately
+and omitted if it is unavailable. A reading waits for the driver, sometimes for long, so it belongs on a thread that may
+block.
 """
 
 import importlib
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_READ = 64
 GOOD_READINGS = 5
-"""The readings on end that a lost GPU must answer before it no longer counts as lost."""
+"""Consecutive successful readings after which a lost GPU counts as recovered."""
 
 
 def open_gpu(device: int | str, *, nvml: ModuleType | None = None) -> "GpuReader | None":
-    """Returns the reader of a GPU, by its index in NVML's order or its UUID (`GPU-…`); None without NVML or GPU.
+    """Returns a reader for a GPU, by its NVML index or UUID (`GPU-…`), or None without NVML or GPU.
 
-    NVML knows nothing of CUDA_VISIBLE_DEVICES: a caller with a CUDA index passes that device's UUID. `nvml`: the module
-    to use instead of the installed one.
+    NVML ignores CUDA_VISIBLE_DEVICES, so a caller with a CUDA index must pass the UUID of that device. `nvml` replaces
+    the installed module.
     """
     if nvml is None:
         try:
@@ -49,7 +49,7 @@ def open_gpu(device: int | str, *, nvml: ModuleType | None = None) -> "GpuReader
 
 
 def num_gpus(*, nvml: ModuleType | None = None) -> int:
-    """Returns how many GPUs NVML shows; 0 without NVML. `nvml`: the module to use instead of the installed one."""
+    """Returns the number of GPUs that NVML lists, or 0 without NVML. `nvml` replaces the installed module."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -68,16 +68,16 @@ def num_gpus(*, nvml: ModuleType | None = None) -> int:
 
 
 class GpuReader:
-    """Asks one GPU. Close it when done; one thread at a time."""
+    """Reads one GPU. Close it when done. Not thread-safe."""
 
     def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml = nvml
         self._handle = handle
         self._is_lost = False
         self._is_lost_now = False
-        """Whether it is lost in the present reading."""
+        """Whether the current reading found the GPU lost."""
         self._num_good = 0
-        """The readings since it was last lost."""
+        """Successful readings since it was last lost."""
         self._xids: set[int] = set()
         self._events = self._ask(("nvmlEventSetCreate",))
         if self._events is not None:
@@ -90,7 +90,7 @@ class GpuReader:
         self._use = UseReader(nvml, handle, ask=self._ask)
 
     def read(self) -> GpuFacts:
-        """Returns all that the GPU says now. A fact that cannot be had is None, never an error."""
+        """Returns all current readings. Unavailable values are None and never raise."""
         nvml, handle = self._nvml, self._handle
         self._is_lost_now = False
         remapped = self._ask(("nvmlDeviceGetRemappedRows",), handle)
@@ -119,11 +119,11 @@ class GpuReader:
         return replace(facts, is_lost=self._is_lost)
 
     def read_use(self) -> GpuUse:
-        """Returns how much it does now, since the last time where that is a mean."""
+        """Returns the current utilization. Means cover the time since the previous reading."""
         return self._use.read()
 
     def close(self) -> None:
-        """Gives back what the driver keeps for it."""
+        """Frees the driver's resources."""
         self._use.close()
         if self._events is not None:
             self._free_events()
@@ -133,7 +133,7 @@ class GpuReader:
             log.info("NVML did not shut down: %s", error)
 
     def _judge_loss(self, *, has_answered: bool) -> None:
-        """Counts the GPU as lost at once, and as back when it has answered for a while."""
+        """Marks the GPU as lost at once, and as recovered after several successful readings."""
         if self._is_lost_now:
             self._is_lost, self._num_good = True, 0
         elif self._is_lost and has_answered:
@@ -165,7 +165,7 @@ class GpuReader:
         self._ask(("nvmlEventSetFree",), events)
 
     def _ask(self, names: Sequence[str], *arguments: object) -> Any:
-        """Returns what the first of these functions that answers says; None where none does."""
+        """Returns the result of the first of these functions that succeeds, or None if none does."""
         for name in names:
             function = getattr(self._nvml, name, None)
             if function is None:

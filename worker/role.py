@@ -1,6 +1,6 @@
-"""What one kind of worker is made of, and what surrounds its engine.
+"""The parts of a worker that do not depend on its role, and the interface of a role.
 
-A worker package says in a `Role` what its own part is. Knows no role by name.
+A worker package describes its specific part in a `Role`. This module does not depend on any role.
 """
 
 import functools
@@ -36,14 +36,14 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Common(Generic[C, R, E]):
-    """What both workers are made of, once the model is loaded. `R` and `E` are the role's reports and engine."""
+    """The shared parts of both workers after the model is loaded. `R` and `E` are the role's reports and engine."""
 
     settings: C
     incarnation: str
     model: LoadedModel
     make_engine: Callable[[Callable[[R], None]], E]
     numerics: str
-    """Which arithmetic its tokens come from."""
+    """Name of the arithmetic that produces its tokens."""
     metrics: WorkerMetrics
     lease: WorkerLease | None
     publisher: PrefixPublisher | None
@@ -52,7 +52,7 @@ class Common(Generic[C, R, E]):
 
     @functools.cached_property
     def link_setup(self) -> LinkSetup:
-        """What this worker brings to its Links, those on which it sends and those on which it receives."""
+        """Returns this worker's side of its Links, for sending and receiving."""
         model = self.model
         identity = LinkIdentity(
             self.settings.id,
@@ -73,7 +73,7 @@ class Common(Generic[C, R, E]):
         )
 
     def send_links(self) -> SendLinks:
-        """The Links on which it sends pages."""
+        """Returns the Links on which the worker sends pages."""
         lease = self.lease
         return SendLinks(
             self.link_setup,
@@ -81,7 +81,7 @@ class Common(Generic[C, R, E]):
         )
 
     def receiver(self, target: ReceiveTarget) -> LinkReceiver:
-        """Serves the Links on which it receives pages. Raises ConfigError where their port cannot be had."""
+        """Returns the service for Links that receive pages. Raises ConfigError if their port cannot be bound."""
         settings = self.settings
         try:
             address = ChannelAddress(
@@ -94,7 +94,7 @@ class Common(Generic[C, R, E]):
             ) from error
 
     def around(self) -> Around:
-        """What surrounds the engine of its worker."""
+        """Returns the components around the engine of the worker."""
         vocab_size = self.model.limits.vocab_size
         return Around(
             incarnation=self.incarnation,
@@ -109,14 +109,14 @@ class Common(Generic[C, R, E]):
 
     @property
     def facts(self) -> EngineFacts:
-        """What its worker knows of the engine."""
+        """Returns the properties of the engine."""
         model = self.model
         return EngineFacts(
             model.limits, model.fingerprint, lambda: model.loss, model.check, model.adapters, embeds=model.embeds
         )
 
     def watch(self) -> None:
-        """Has metrics read what belongs to no role."""
+        """Exports the metrics that do not depend on a role."""
         self.metrics.watch_faults(self.counters.snapshot)
         if self.model.tier is not None:
             self.metrics.watch_host_tier(self.model.tier.stats)
@@ -126,7 +126,7 @@ class Common(Generic[C, R, E]):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A worker, what adds each of its services to a server, and what its record says beside what all records say."""
+    """A worker, the functions that add its services to a server, and the role-specific fields of its record."""
 
     worker: EngineWorker[Any]
     add_services: Sequence[Callable[[grpc.aio.Server], None]]
@@ -138,11 +138,11 @@ RoleName = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Role(Generic[C, R, E]):
-    """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made.
+    """One kind of worker: its name, settings, gRPC services, and factories.
 
-    `load` loads the settings' model, from its kept weights where these are given, and `engine` returns what makes the
-    role's engine from a loaded one, for whatever takes its reports; both away from the event loop. They raise
-    ModelError or ConfigError, and making the engine raises ConfigError where memory that it needs cannot be had.
+    `load` loads the configured model, from retained weights if given. `engine` returns a factory that creates the
+    role's engine from a loaded model and a report handler. Both run outside the event loop and raise ModelError or
+    ConfigError. Creating the engine raises ConfigError if memory cannot be allocated.
     """
 
     name: RoleName

@@ -1,7 +1,7 @@
-"""What a worker process is to be, its role and its model, and the change to it: prepared while it still serves.
+"""The desired role and model of a worker process, and the change to them, which is prepared while it still serves.
 
-Each wish is a state and not a command: its file may be written at any time, and a process that was killed starts as
-the files say. Knows no role and no model by name, and not how either is left.
+A desired state is declarative: its file may be written at any time, and a restarted process starts in the state that
+the files describe. This module does not depend on specific roles or models, nor on how they are stopped.
 """
 
 import asyncio
@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Wish(Generic[T]):
-    """One of several choices, at least one, each with a name. It is the first, unless `file` names another one.
+    """One of several named choices. The first choice applies unless `file` names another.
 
-    A file that is missing names the first; one without a choice's name, as while it is being written, changes nothing.
+    If the file is missing, the first choice applies. If it contains no valid name, for example during a write, nothing
+    changes.
     """
 
     def __init__(self, choices: Mapping[str, T], file: Path | None = None) -> None:
@@ -35,7 +36,7 @@ class Wish(Generic[T]):
 
     @property
     def wanted(self) -> T:
-        """The choice that is to be made now."""
+        """Returns the currently desired choice."""
         if self._file is not None:
             try:
                 with self._file.open("rb") as file:
@@ -50,7 +51,7 @@ class Wish(Generic[T]):
 
 
 class Life(NamedTuple):
-    """What a worker process is at a time: its role, and the name of its model."""
+    """The current state of a worker process: its role and the name of its model."""
 
     role: AnyRole
     model: str
@@ -58,21 +59,21 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """What a worker process may be, one after the other."""
+    """The desired states of a worker process over time."""
 
     role: Wish[AnyRole]
     model: Wish[str]
 
     @property
     def wanted(self) -> Life:
-        """What the process is to be now."""
+        """Returns the currently desired state."""
         return Life(self.role.wanted, self.model.wanted)
 
 
 class LifeChange:
-    """The change of a worker process from what it is to something else. `prepare` raises TandemError.
+    """A change of a worker process from its present state to another. `prepare` raises TandemError.
 
-    `failed` is what the process could not become just before.
+    `failed` is the state that the process just failed to enter.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class LifeChange:
         self._failed = failed
 
     async def due(self) -> None:
-        """Returns when another life is wanted and prepared. One that fails is tried again when it is wanted anew."""
+        """Returns once another state is desired and prepared. A failed state is retried only after it was withdrawn."""
         while True:
             wanted = self._lives.wanted
             if wanted == self._present:
@@ -105,12 +106,12 @@ class LifeChange:
             await asyncio.sleep(LOOK_S)
 
     async def withdrawn(self) -> None:
-        """Returns when the present life is wanted again."""
-        while self._lives.wanted != self._present:  # noqa: ASYNC110 - a file's, no event
+        """Returns when the present state is desired again."""
+        while self._lives.wanted != self._present:  # noqa: ASYNC110 - the state is in a file, without an event
             await asyncio.sleep(LOOK_S)
 
 
 def note_refused(wanted: Life, error: TandemError) -> None:
-    """Says in the log that the process stays what it is, and why."""
+    """Logs that the process keeps its state, and why."""
     facts = {"role": wanted.role.name, "model": wanted.model, "reason": error.message}
     logger.error("the worker stays as it is: it cannot have the role or the model that is wanted", extra=facts)

@@ -1,6 +1,6 @@
 """The worker's side of sessions: one stream per gateway, commands in, one batch of events per engine step out.
 
-Knows neither what a command does nor what an engine is. All methods but `emit_many` belong to the event loop.
+Does not depend on the commands or the engine. All methods except `emit_many` belong to the event loop.
 """
 
 import asyncio
@@ -26,24 +26,27 @@ from services.runtime.errors import (
 from services.structured.form_places import NUM_PLACES, KeptForms
 
 LINK_NOISE, LINK_NOISE_BYTES = 0.1, 2**18
-"""What is told of a link may be off by this share, and what is under way by this number of bytes."""
+"""Tolerated errors of reported links: the relative error of an estimate, and the error of in-flight bytes."""
 COUNTS_S = 1.0
-"""How often it is looked at what a worker has counted."""
+"""Interval at which the worker's counts are checked, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class NewTokens(NamedTuple):
-    """Tokens of an answer without anything said about them: what nearly all events are, so they are no message yet."""
+    """Tokens of a response without details.
+
+    Nearly all events are of this kind, so they are not protobuf messages yet.
+    """
 
     first_index: int
     token_ids: list[int]
 
 
 class StepTokens(NamedTuple):
-    """One token each of many attempts of a session, in lists of the same length: what most steps are.
+    """One token each of many attempts of a session, in lists of the same length. Most steps are of this kind.
 
-    `handles` are those of the attempts' Admit, `indexes` the tokens' places in their answers.
+    `handles` are the handles from the attempts' Admit. `indexes` are the positions of the tokens in their responses.
     """
 
     handles: list[int]
@@ -86,20 +89,20 @@ _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What a gateway may ask of a worker's memory and patience."""
+    """Limits on how much memory and time of a worker a gateway may use."""
 
     beat_s: float = 1.0
-    """Longest silence: after it a message with the load alone is sent."""
+    """Maximum interval between messages, in seconds. After it, a message with only the load is sent."""
     hello_timeout_s: float = 5.0
     max_pending_events: int = 65_536
-    """Events that wait for a gateway which does not read; with one more its session is cut off. Each attempt's token
-    counts as one."""
+    """Maximum number of events that wait for a slow gateway. Beyond it, the session is closed. Each attempt's token
+    counts as one event."""
     max_events_per_message: int = 4096
     max_sessions: int = 64
     load_s: float = 0.02
-    """Messages of nothing but tokens have the load no more often than this."""
+    """Minimum interval of load reports in messages that contain only tokens, in seconds."""
     links_s: float = 0.1
-    """What has changed of links is told no more often than this."""
+    """Minimum interval of link updates, in seconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,30 +113,30 @@ class Session:
     gateway_incarnation: str
     is_closed: bool = False
     error: TandemError | None = None
-    """Why it was closed; None: the gateway left."""
+    """Reason why it was closed. None if the gateway disconnected."""
     pending: list["Emission"] = field(default_factory=list)
     num_pending: int = 0
-    """Events in `pending`, each attempt's token counted as one."""
+    """Events in `pending`. Each attempt's token counts as one."""
     load_sent_s: float = -math.inf
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told_gpu: worker_pb2.GpuFacts | None = None
-    """What the gateway was told of the GPU last."""
+    """Last GPU readings sent to the gateway."""
     told_links: dict[str, worker_pb2.PeerLink] = field(default_factory=dict)
-    """What it was told of links last, by the worker at the other end."""
+    """Last link reports sent to the gateway, by the worker at the other end."""
     links_sent_s: float = -math.inf
     told_counts: worker_pb2.WorkerCounts | None = None
-    """What it was told last of what the worker has counted."""
+    """Last counts sent to the gateway."""
     counts_at_s: float = -math.inf
-    """When that was looked at last."""
+    """Time of the last check of the counts."""
     forms: KeptForms = field(default_factory=KeptForms)
     is_told_places: bool = False
-    """Whether the gateway knows how many forms are kept for it."""
+    """Whether the gateway has received the number of constraint slots."""
     left_out: str = ""
-    """Why the gateway gives this worker no work; empty: it may."""
+    """Why the gateway excludes this worker. Empty if it does not."""
 
 
 class Emission(NamedTuple):
-    """One event for one attempt of one session, or tokens of many, which name none here."""
+    """One event of one attempt of a session, or tokens of many attempts (without an attempt ID)."""
 
     session: Session
     request_id: str
@@ -142,7 +145,7 @@ class Emission(NamedTuple):
 
     @property
     def num_events(self) -> int:
-        """How many attempts it says something about."""
+        """Returns the number of attempts that it concerns."""
         return len(self.payload.handles) if type(self.payload) is StepTokens else 1
 
 
@@ -152,11 +155,11 @@ CommandHandler: TypeAlias = Callable[[Session, Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What a worker says of itself beside the events of its attempts.
+    """The worker's own state to report, in addition to the events of its attempts.
 
-    `load` is called for nearly every message (see `SessionLimits.load_s`), and so is `gpu`, whose result is sent where
-    it is another object than before. A link is sent where it has changed by more than a price would show. `counts` is
-    asked once a second, and its result is sent where it has changed.
+    `load` and `gpu` are called for nearly every message (see `SessionLimits.load_s`). GPU readings are sent if `gpu`
+    returns a different object than before. A link is sent if it has changed by more than noise. `counts` is called once
+    a second, and its result is sent if it has changed.
     """
 
     load: Callable[[], worker_pb2.WorkerLoad]
@@ -166,12 +169,12 @@ class Reports:
 
 
 class SessionServer:
-    """Serves `Session` of a worker.
+    """Serves the `Session` RPC of a worker.
 
-    `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
-    one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
-    with Refused if the command brought a sequence, and logged otherwise.
-    `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
+    `handlers` maps the name of each command in its oneof, except hello, to its handler. Commands of a session run one
+    after the other, so a handler must not wait for an engine step. If a handler raises, the error is sent as Refused if
+    the command contains a sequence, and logged otherwise. `on_session_closed` is called once per session, on the loop,
+    when the session ends for any reason.
     """
 
     def __init__(
@@ -197,14 +200,14 @@ class SessionServer:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The open sessions."""
+        """Returns the open sessions."""
         return tuple(self._sessions.values())
 
     async def serve(self, commands: AsyncIterator[Commands]) -> AsyncIterator[worker_pb2.StepEvents]:
-        """The body of `Session`: `async for events in sessions.serve(request_iterator): yield events`.
+        """Implements `Session`: `async for events in sessions.serve(request_iterator): yield events`.
 
-        Raises StaleIncarnation if hello means another incarnation, InvalidRequest for a command out of order,
-        Overloaded if the gateway does not read, WorkerUnavailable if `close` ended it.
+        Raises StaleIncarnation if hello names another incarnation, InvalidRequest for a command out of order,
+        Overloaded if the gateway does not read, and WorkerUnavailable if `close` ended the session.
         """
         one_by_one = _one_by_one(commands)
         session = await self._open(one_by_one)
@@ -225,7 +228,7 @@ class SessionServer:
             raise session.error
 
     def emit(self, session: Session, request_id: str, attempt: int, payload: Payload) -> None:
-        """Sends one event; what is emitted before the stream is written next goes into one message."""
+        """Sends one event. Events emitted before the next write are combined in one message."""
         self._enqueue((Emission(session, request_id, attempt, payload),))
 
     def emit_step(self, session: Session, tokens: StepTokens) -> None:
@@ -233,22 +236,25 @@ class SessionServer:
         self._enqueue((Emission(session, "", 0, tokens),))
 
     def emit_many(self, emissions: Iterable[Emission]) -> None:
-        """Sends events from any thread, such as all of one engine step. Events of a closed session are dropped."""
+        """Sends events from any thread, for example all events of an engine step. Drops events of closed sessions."""
         if threading.get_ident() == self._loop_thread:
             self._enqueue(emissions)
             return
-        # A closed loop means that the process is ending and nobody is left to read.
+        # If the loop is closed, the process is exiting and no reader is left.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._enqueue, emissions)
 
     def load_changed(self) -> None:
-        """Sends the load now, such as when the worker's state has changed."""
+        """Sends the load now, for example after a state change."""
         for session in self._sessions.values():
             session.load_sent_s = -math.inf
             session.wake.set()
 
     def close(self, error: TandemError | None = None) -> None:
-        """Ends all sessions after what was emitted; the gateways see `error`, or that the worker is leaving."""
+        """Ends all sessions after the pending events.
+
+        Gateways receive `error`, or a notice that the worker is leaving.
+        """
         for session in self.sessions:
             self._close(session, error or WorkerUnavailable("the worker is leaving"), is_broken=False)
 
@@ -288,8 +294,8 @@ class SessionServer:
                 await self._handle(session, command)
         except TandemError as broken:
             error = broken
-        except Exception as broken:  # a loop root: the session ends with whatever ended its reader
-            if not session.is_closed:  # otherwise gRPC has ended the stream, as it does when the server stops
+        except Exception as broken:  # root of a loop: any failure of the reader ends the session
+            if not session.is_closed:  # otherwise gRPC ended the stream, for example because the server stops
                 logger.error("reading a session failed", exc_info=broken)
             error = WorkerUnavailable("the session broke")
         self._close(session, error)
@@ -309,14 +315,14 @@ class SessionServer:
             if "sequence" in payload.DESCRIPTOR.fields_by_name:
                 session.forms.restore(payload.sequence)
             await handler(session, payload)
-        except Exception as error:  # one command's failure must not end the session of the others
+        except Exception as error:  # a failed command must not end the session
             if not isinstance(error, TandemError) or not status.row_of(error).is_public:
                 logger.error("a command failed", exc_info=error, extra={"command": name})
             if "sequence" in payload.DESCRIPTOR.fields_by_name:
                 self.emit(session, payload.sequence.id.request_id, payload.sequence.id.attempt, refused(error))
 
     async def _wait(self, session: Session) -> None:
-        # A bare timer instead of asyncio.timeout: this is once for each step of the engine.
+        # A bare timer instead of asyncio.timeout, because this runs once per engine step.
         beat = self._loop.call_later(self._limits.beat_s, session.wake.set)
         try:
             await session.wake.wait()
@@ -369,7 +375,7 @@ class SessionServer:
         return message
 
     def _next_events(self, session: Session) -> tuple[list[Emission], list[Emission]]:
-        """What goes into the next message, and what is left."""
+        """Returns the events for the next message and the remaining events."""
         pending, limit = session.pending, self._limits.max_events_per_message
         if session.num_pending <= limit:
             session.num_pending = 0
@@ -404,20 +410,20 @@ async def _one_by_one(messages: AsyncIterator[Commands]) -> AsyncIterator[Any]:
 
 
 def refused(error: BaseException) -> worker_pb2.Refused:
-    """The error as the answer to an attempt that is not taken."""
+    """Returns the event that rejects an attempt because of an error."""
     code, message = status.to_wire(error)
     delay_s = status.retry_after_s(error) or 0.0
     return worker_pb2.Refused(code=code, message=message, retry_after_ms=max(0, round(delay_s * 1000)))
 
 
 def failed(error: BaseException) -> worker_pb2.Failed:
-    """The error as the end of an attempt that was taken."""
+    """Returns the event that ends an accepted attempt because of an error."""
     code, message = status.to_wire(error)
     return worker_pb2.Failed(code=code, message=message)
 
 
 def _is_other(told: worker_pb2.PeerLink, link: worker_pb2.PeerLink) -> bool:
-    """Whether what was told of a link is not what would be told now, but for noise."""
+    """Returns whether the link estimate has changed by more than noise since the last report."""
     if told.HasField("speed") != link.HasField("speed"):
         return True
     waited, waits = told.underway_bytes, link.underway_bytes
@@ -428,7 +434,7 @@ def _is_other(told: worker_pb2.PeerLink, link: worker_pb2.PeerLink) -> bool:
 
 
 def _add_event(message: worker_pb2.StepEvents, emission: Emission) -> None:
-    """Fills the event in its place: building it first and copying it costs two and a half times as much."""
+    """Fills the event in place. Building it first and copying it takes two and a half times as long."""
     event = message.events.add()
     payload = emission.payload
     if type(payload) is StepTokens:

@@ -1,8 +1,8 @@
-"""The spans that a worker records of an attempt: kept until it ends, in times of the gateway's clock.
+"""The spans that a worker records for an attempt. They are kept until it ends, in times of the gateway's clock.
 
-The gateway's phases are their parents, and a span lies within its parent. So the times are the worker's less what its
-clock is ahead of the gateway's; and what the gateway has not heard of when it gives the attempt up, or what is done
-after that, is left out.
+Their parents are the gateway's phases, and a span must lie within its parent. Times are therefore corrected by the
+clock offset to the gateway. Events that the gateway has not received when it gives up the attempt, and later work, are
+omitted.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ CHUNK, SENDING, STEPS = "prefill.chunk", "kv_transfer.send", "decode.steps"
 
 
 class AttemptSpans:
-    """The spans of one attempt. `trace` names the gateway's span `prefill`; None: nothing is recorded.
+    """The spans of one attempt. `trace` identifies the gateway's span `prefill`. If it is None, nothing is recorded.
 
-    `request_span_id` is that of the request's own span; 0: unknown. `clock_ahead_ns`: by how much the clock here is
-    ahead of the gateway's.
+    `request_span_id` is the ID of the request's span, or 0 if unknown. `clock_ahead_ns` is the local clock minus the
+    gateway's clock.
     """
 
     def __init__(self, trace: TraceContext | None, *, request_span_id: int = 0, clock_ahead_ns: int = 0) -> None:
@@ -37,22 +37,22 @@ class AttemptSpans:
 
     @classmethod
     def of(cls, spec: AttemptSpec[Any], clock: worker_pb2.SpanClock, *, received_unix_ns: int) -> "AttemptSpans":
-        """Returns those of an attempt that came at `received_unix_ns`, which is a time of the clock here."""
+        """Returns the spans of an attempt that arrived at `received_unix_ns`, in local time."""
         trace = telemetry.sampled(spec.traceparent, spec.tracestate)
         ahead_ns = clock_ahead_ns(clock, received_unix_ns)
         return cls(trace, request_span_id=spec.request_span_id, clock_ahead_ns=ahead_ns)
 
     @property
     def are_kept(self) -> bool:
-        """Whether anything is recorded."""
+        """Returns whether spans are recorded."""
         return self._trace is not None
 
     def told_unix_ns(self, unix_ns: int) -> int:
-        """Returns a time of the clock here as the gateway is told it; 0 where nothing is recorded."""
+        """Converts a local time to the gateway's clock. Returns 0 if nothing is recorded."""
         return 0 if self._trace is None else unix_ns - self._clock_ahead_ns
 
     def chunk(self, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int) -> None:
-        """Notes the step that computed `num_tokens` of a prompt from position `start`, as a part of `prefill`."""
+        """Records a child of `prefill` for the step that computed `num_tokens` of a prompt from position `start`."""
         if self._trace is not None:
             attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
             self._keep(_span(CHUNK, self._trace, (start_unix_ns, end_unix_ns), attributes=attributes))
@@ -66,9 +66,10 @@ class AttemptSpans:
         error: BaseException | None = None,
         is_move: bool = False,
     ) -> None:
-        """Notes pages on their way from here: from the first that left to their commit, or to the error that ended it.
+        """Records the transfer of pages, from the first page sent to the commit or the error that ended it.
 
-        It lasts longer than one phase, so its parent is the request, and it has a link to the phase in which it began.
+        The transfer outlasts a single phase. Its parent is therefore the request, and it links to the phase in which it
+        started.
         """
         if self._trace is None:
             return
@@ -99,24 +100,24 @@ class AttemptSpans:
         events: Sequence[Event] = (),
         error: BaseException | None = None,
     ) -> None:
-        """Notes the steps in which the attempt was in the batch, from the first one's begin to the last one's end."""
+        """Records the decode steps of the attempt, from the start of the first to the end of the last."""
         if self._trace is not None:
             parent = telemetry.sibling(self._trace, DECODE_SPAN)
             times = (start_unix_ns, end_unix_ns)
             self._keep(_span(STEPS, parent, times, attributes=attributes, error=error), events=events)
 
     def give_up(self, cancel: worker_pb2.Cancel) -> None:
-        """Notes that the gateway has given the attempt up, and what it had heard of it."""
+        """Records that the gateway gave up the attempt, and which events it had received."""
         if cancel.sent_unix_ns:
             self._given_up = cancel
 
     def export(self) -> None:
-        """Exports what was noted, as far as the gateway has a span to put it under. For the end of the attempt."""
+        """Exports the recorded spans that have a parent in the gateway's trace. Call it when the attempt ends."""
         kept, self._kept = self._kept, []
         telemetry.export(kept if self._given_up is None else _within(kept, self._given_up))
 
     def _keep(self, span: Span, *, events: Sequence[Event] = (), links: Sequence[Link] = ()) -> None:
-        """Keeps a span until the attempt ends; its times, and those of its events, are of the clock here."""
+        """Stores a span until the attempt ends, with its times and its events' times converted from the local clock."""
         ahead_ns = self._clock_ahead_ns
         kept = msgspec.structs.replace(
             span,
@@ -149,10 +150,10 @@ def _span(
 
 
 def clock_ahead_ns(told: worker_pb2.SpanClock, received_unix_ns: int) -> int:
-    """Returns by how much the clock here is taken to be ahead of the gateway's.
+    """Returns the estimated offset of the local clock: local minus gateway.
 
-    The truth is between what the fastest message to the gateway shows, and what this one to here does. Clocks that can
-    be equal are taken to be: what is between the two is the messages' own time.
+    The offset lies between two bounds, given by the fastest message to the gateway and by this message from it. If both
+    bounds allow zero, the clocks are assumed to be equal: the difference is then the latency of the messages.
     """
     if not told.sent_unix_ns:
         return 0

@@ -1,7 +1,8 @@
-"""Starts a worker: lease, model, then one life after the other: engine, server; until it is told to leave.
+"""Starts a worker: its lease, its model, then engine and server for each combination of role and model, until it exits.
 
-Model and pages outlive a role; the worker, its incarnation and all that others know of it do not. Where another model
-is wanted, the pages go too. Knows no role by name: a worker package says in a `Role` what its own part is made of.
+The model and its pages outlive a change of role. The worker object, its incarnation, and its published state do not. If
+the model changes, the pages are freed too. Does not depend on specific roles: a worker package describes its part in a
+`Role`.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ MakeEngine = Callable[[Callable[[Any], None]], Any]
 
 
 def run(role: Role[C, Any, Any]) -> None:
-    """Runs a worker that keeps its role and its model, with the settings of the command line."""
+    """Runs a worker with a fixed role and model, with the settings of the command line."""
     run_lives(config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker"), [role])
 
 
@@ -56,10 +57,10 @@ def run_lives(
     model_file: Path | None = None,
     max_asleep: int = 0,
 ) -> None:
-    """Runs a worker process, which has one of its roles and one of its models at a time.
+    """Runs a worker process that has one of `roles` and one of its models at a time.
 
-    They are the first role and the settings' model, unless the files name others. The weights of up to `max_asleep`
-    models stay in memory beside those of the present one.
+    It starts with the first role and the configured model, unless the files name others. The weights of up to
+    `max_asleep` models stay in memory in addition to those of the loaded model.
     """
     settings = with_local_model(settings)
     name = settings.model_name or served_name(settings.model)
@@ -75,7 +76,7 @@ def run_lives(
 
 @dataclass(slots=True)
 class _Process:
-    """What a worker process has, whatever its role is, and the engines of roles that it can have at once."""
+    """The parts of a worker process that do not depend on its role, and the prepared engines of its roles."""
 
     settings: WorkerConfig
     models: Models
@@ -85,12 +86,12 @@ class _Process:
     engines: dict[str, MakeEngine] = field(default_factory=dict)
 
     async def prepare(self, wanted: Life) -> None:
-        """Does what a life needs and what may fail, while another one is served. Raises ConfigError or ModelError.
+        """Prepares a state while another one is served, so that most failures occur before the change.
 
-        Waits until Redis holds the record: through it gateways find the worker in its new life. Another model is not
-        loaded yet, as there may be no room for it.
+        Waits until Redis holds the record, because gateways use it to find the worker in its new state. Another model
+        is only checked and not loaded, because memory may not suffice for both. Raises ConfigError or ModelError.
         """
-        while self.lease is not None and not self.lease.is_held:  # noqa: ASYNC110 - a thread's, no event
+        while self.lease is not None and not self.lease.is_held:  # noqa: ASYNC110 - set by a thread, without an event
             await asyncio.sleep(LOOK_S)
         worker_identity(self.settings, role=wanted.role.name)
         if wanted.model == self.models.awake.name:
@@ -100,13 +101,14 @@ class _Process:
             await asyncio.to_thread(self.models.check, wanted.model)
 
     async def change(self, present: Life, wanted: Life, stop: asyncio.Event) -> tuple[Life, str]:
-        """Gives the process another life; returns it, and its incarnation. It may be the present one, anew.
+        """Changes the state of the process. Returns the state and its new incarnation.
 
-        Raises ConfigError or ModelError where the process can be neither.
+        If the change fails, restores the present state under a new incarnation. Raises ConfigError or ModelError if
+        neither state is possible.
         """
         if wanted.model == present.model and wanted.role.name not in self.engines:
             await self.prepare(wanted)
-        # The last life's engine goes before the next one's comes: each may have a lot of the host's memory.
+        # The old engine must be freed before the new one is created, because each may use much host memory.
         gc.unfreeze()
         gc.collect()
         await asyncio.to_thread(take_role, self.settings, wanted.role.name)
@@ -132,7 +134,7 @@ class _Process:
         return life, incarnation
 
     def _lay_down(self, wanted: str) -> None:
-        self.unpublish()  # its pages are another model's
+        self.unpublish()  # its pages will belong to another model
         self.models.lay_down(wanted)
         gc.collect()
 
@@ -142,20 +144,20 @@ class _Process:
         await self.make_engine(life.role, stop)
 
     async def make_engine(self, role: AnyRole, stop: asyncio.Event) -> None:
-        """Prepares the engine of a role, for a process that serves nothing meanwhile."""
+        """Prepares the engine of a role while the process serves nothing."""
         awake = self.models.awake
         engine = await load_or_stop(lambda: role.engine(awake.settings, awake.loaded), self.lease, stop)
         self.engines[role.name] = engine
 
     def begin_life(self, life: Life) -> str:
-        """Gives the process a new incarnation, also in its record: what belongs to an earlier one has no effect."""
+        """Starts a new incarnation, also in the record, so that messages for an earlier one have no effect."""
         incarnation = new_incarnation()
         if self.lease is not None:
             self.lease.update(
                 role=life.role.name,
                 model=life.model,
                 incarnation=incarnation,
-                # Lives are in order even where the clock was set back meanwhile.
+                # The order of incarnations must hold even if the clock was set back.
                 started_unix_ns=max(SYSTEM_CLOCK.unix_ns(), self.lease.record.started_unix_ns + 1),
                 state=WorkerState.STARTING,
                 address="",
@@ -169,7 +171,7 @@ class _Process:
         return incarnation
 
     def unpublish(self) -> None:
-        """Stops saying which pages can be found here."""
+        """Stops publishing the cached pages of this worker."""
         if self.publisher is not None:
             self.publisher.release()
 
@@ -199,7 +201,7 @@ async def _serve(lives: Lives, life: Life, models: Models, settings: WorkerConfi
 
 
 async def _live(process: _Process, change: LifeChange, life: Life, incarnation: str, stop: asyncio.Event) -> bool:
-    """A process's life in one role, with one model. Returns whether another one follows."""
+    """Runs the process in one role with one model. Returns whether another state follows."""
     role, awake, lease = life.role, process.models.awake, process.lease
     settings = awake.settings
     metrics = WorkerMetrics(worker_id=settings.id, program=f"{role.name}-worker")
@@ -225,7 +227,7 @@ async def _live(process: _Process, change: LifeChange, life: Life, incarnation: 
         said = {**_record_fields(awake.loaded, awake.identity), **made.worker.load().record_fields()}
         said |= {**made.record_fields, "asleep": process.models.asleep}
         lease.update(address=address, metrics_address=metrics_address, facts=awake.facts, **said)
-    # What was loaded for good is not looked at again by every full collection, which would hold up a step.
+    # Long-lived objects are excluded from full garbage collections, which would delay a step.
     gc.collect()
     gc.freeze()
     logger.info("ready", extra={"address": address, "pages": awake.loaded.limits.num_pages})
@@ -235,11 +237,11 @@ async def _live(process: _Process, change: LifeChange, life: Life, incarnation: 
 
 
 _NOT_LOADED: Mapping[str, Any] = {"facts": None, "identity": "", "layout_fingerprint": "", "exact": False}
-"""What a record says of a model that is not in memory yet."""
+"""Record fields of a model that is not loaded yet."""
 
 
 def _record_fields(model: LoadedModel, identity: AnswerIdentity) -> dict[str, Any]:
-    """Returns what others must know of a loaded model, as fields of a WorkerRecord."""
+    """Returns the properties of a loaded model that other processes need, as fields of a WorkerRecord."""
     layout = model.pool.layout
     return {
         "exact": model.is_exact,
@@ -269,7 +271,7 @@ def _lease(life: Life, settings: WorkerConfig, stop: asyncio.Event) -> WorkerLea
 
 
 def _publisher(settings: WorkerConfig, lease: WorkerLease | None) -> PrefixPublisher | None:
-    """Says which pages can be found here; from the start on, so that those of an earlier life are forgotten."""
+    """Starts publishing the cached pages, from startup on, so that pages of an earlier incarnation are forgotten."""
     if settings.redis is None or lease is None:
         return None
     publisher = PrefixPublisher(settings.redis, cluster=settings.cluster, record=lease.record)

@@ -1,4 +1,4 @@
-"""What passes between a worker's event loop and its engine thread, and how long the event loop waits."""
+"""Communication between a worker's event loop and its engine thread, and deadlines on the event loop."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @contextlib.asynccontextmanager
 async def within(deadline: Deadline) -> AsyncIterator[None]:
-    """Ends what is inside when the deadline passes. Raises DeadlineExceeded."""
+    """Cancels the enclosed block when the deadline passes. Raises DeadlineExceeded."""
     limit = asyncio.timeout(deadline.remaining_s())
     try:
         async with limit:
@@ -25,7 +25,7 @@ async def within(deadline: Deadline) -> AsyncIterator[None]:
 
 
 def infallible(command: Callable[[], R]) -> Callable[[], R]:
-    """A command for the engine thread that cannot fail: if it does, the books are wrong and the engine stops."""
+    """Wraps an engine command that must not fail. A failure means inconsistent state, so the engine stops."""
 
     def run() -> R:
         try:
@@ -39,11 +39,11 @@ def infallible(command: Callable[[], R]) -> Callable[[], R]:
 
 
 def on_this_loop(receive: Callable[[R], None]) -> Callable[[R], None]:
-    """A function that any thread may call and that calls `receive` on the event loop that runs now."""
+    """Returns a function that calls `receive` on the current event loop. It may be called from any thread."""
     loop = asyncio.get_running_loop()
 
     def call(what: R) -> None:
-        # A closed loop means that the process is ending and nobody is left to tell.
+        # If the loop is closed, the process is exiting and no receiver is left.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(receive, what)
 

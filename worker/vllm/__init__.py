@@ -1,4 +1,4 @@
-"""vLLM as a worker's engine: the only package that imports vLLM.
+"""vLLM as the engine of a worker. The only package that imports vLLM.
 
-Nothing else knows how vLLM schedules; the rest of a worker sees the seam of `worker.engine`.
+No other package depends on vLLM's scheduling. The rest of a worker uses the interface in `worker.engine`.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model that vLLM computes: whether they are made for it, and how vLLM has them."""
+"""LoRA adapters of a model that vLLM computes: checks that they match the model, and loads them."""
 
 import dataclasses
 import re
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM has places; an adapter of a smaller rank fits into one."""
+"""Ranks that vLLM supports. An adapter of another rank uses the next larger one."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
-"""What PEFT names the ranks and scales of single layers."""
+"""PEFT's keys for the ranks and scales of single layers."""
 _PART = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PACKED = "U8"
-"""The type of weights whose shape is not that of the layer: two numbers of four bits share a byte."""
+"""Data type of packed weights, whose shape differs from the layer's: two 4-bit numbers share a byte."""
 
 
 class _Tensor(NamedTuple):
-    """A tensor as its file describes it."""
+    """Metadata of a tensor in a file."""
 
     name: str
     dtype: str
@@ -37,9 +37,9 @@ class _Tensor(NamedTuple):
 
 
 def lora_arguments(adapters: Mapping[str, Path], model_dir: Path, *, is_cpu: bool) -> dict[str, Any]:
-    """Returns what vLLM is told to have all these adapters, by name, in memory.
+    """Returns the vLLM arguments that keep all these adapters in memory.
 
-    Raises ModelError for one that is not made for the model, or that vLLM has no place for.
+    Raises ModelError if an adapter does not match the model or its rank is not supported by vLLM.
     """
     if not adapters:
         return {}
@@ -48,7 +48,8 @@ def lora_arguments(adapters: Mapping[str, Path], model_dir: Path, *, is_cpu: boo
     for name, folder in adapters.items():
         ranks.append(_rank(name, folder))
         _check_shapes(name, _tensors(folder / ADAPTER_WEIGHTS), model)
-    # On CPUs, vLLM gives rows without an adapter what the last place has (vllm#48421), which therefore stays empty.
+    # On CPUs, vLLM applies the last adapter slot to batch items without an adapter (vllm#48421), so that slot stays
+    # empty.
     num_places = len(adapters) + is_cpu
     return {
         "enable_lora": True,
@@ -58,7 +59,10 @@ def lora_arguments(adapters: Mapping[str, Path], model_dir: Path, *, is_cpu: boo
 
 
 def load_adapters(adapters: Mapping[str, Path], core: "EngineCore") -> dict[str, "LoRARequest"]:
-    """Has vLLM load all adapters; returns them by name. Raises ModelError: within a step, that would end the engine."""
+    """Loads all adapters into vLLM and returns them by name.
+
+    Raises ModelError here, because a failure within a step would end the engine.
+    """
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
 
@@ -88,17 +92,17 @@ def _rank(name: str, folder: Path) -> int:
 
 
 def _check_shapes(name: str, adapter: SequenceOf[_Tensor], model: SequenceOf[_Tensor]) -> None:
-    """Raises ModelError where an adapter changes a layer that the model does not have, or has with other sizes.
+    """Raises ModelError if an adapter changes a layer that the model lacks, or that has other sizes in the model.
 
-    vLLM would leave out the former, and fill up the latter where they are smaller.
+    vLLM would ignore the former, and pad the latter if they are smaller.
     """
     layers = {tensor.name.rpartition(".")[0] for tensor in model}
     shapes = {tensor.name: tensor.shape for tensor in model if tensor.dtype != _PACKED}
     for layer, side, size in _sides(adapter):
-        # Checkpoints of a model without its head have names without the first word.
+        # Checkpoints of a model without its head omit the first component of the names.
         found = next((one for one in (layer, layer.partition(".")[2]) if one in layers), None)
         if found is None:
-            if layers and "experts" not in layer:  # a mixture's layers have other names in some checkpoints
+            if layers and "experts" not in layer:  # layers of a mixture of experts have other names in some checkpoints
                 raise ModelError(f"the adapter {name} is made for another model: this one has no {layer}")
             continue
         shape = shapes.get(f"{found}.weight", [])
@@ -110,7 +114,7 @@ def _check_shapes(name: str, adapter: SequenceOf[_Tensor], model: SequenceOf[_Te
 
 
 def _sides(adapter: SequenceOf[_Tensor]) -> Iterator[tuple[str, int, int]]:
-    """Yields a layer, the axis of its weight [outputs, inputs], and the size that a part of an adapter has for it."""
+    """Yields a layer, the axis of its weight [outputs, inputs], and the adapter's size along that axis."""
     for tensor in adapter:
         if (part := _PART.fullmatch(tensor.name)) is not None and len(tensor.shape) == 2:
             side = 0 if part[2] == "B" else 1
@@ -120,7 +124,7 @@ def _sides(adapter: SequenceOf[_Tensor]) -> Iterator[tuple[str, int, int]]:
 def _tensors(file: Path) -> list[_Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             return [_Tensor(name, one.get_dtype(), list(one.get_shape())) for name, one in slices.items()]
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error

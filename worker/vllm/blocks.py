@@ -1,8 +1,9 @@
-"""vLLM's blocks as the pages of a handoff: where they lie, and which use of each it is.
+"""vLLM's blocks as the pages of a handoff: their location in memory, and their generations.
 
-A block of all layers is a page; layer by layer it is one piece, or all layers together where the layout has blocks
-outermost. Each rank has its heads of every block in memory of its own. What is inside is the attention backend's own,
-and travels as it is: only workers that agree on it exchange pages (`worker.vllm.loading`).
+A block of all layers is a page. It consists of one piece per layer, or of a single piece for all layers if the layout
+has blocks outermost. Each rank stores its heads of every block in separate memory. The content is specific to the
+attention backend and is transferred unchanged. Only workers with the same content format exchange pages
+(`worker.vllm.loading`).
 
 Shape legend: P pieces of a page, N blocks, B bytes of a piece.
 """
@@ -18,15 +19,16 @@ from services.runtime.errors import ConfigError, InvariantViolated
 
 
 class BlockMemory:
-    """The memory of all blocks: the PageMemory of a worker that computes with vLLM."""
+    """The memory of all blocks. Implements PageMemory for a worker that computes with vLLM."""
 
     def __init__(
         self, ranks: SequenceOf[Mapping[str, torch.Tensor]], *, block_size: int, num_kv_heads: int = 0
     ) -> None:
-        """`ranks` are, of each rank in order, tensors [N, H, ...] by the layers' names, in the order of the pieces.
+        """`ranks` contains, for each rank in order, tensors [N, H, ...] by layer name, in the order of the pieces.
 
-        `num_kv_heads` are the model's, of which several ranks may have the same one; 0: each rank has others.
-        Raises ConfigError where a block is not made of ranges of memory, or layers differ in shape.
+        `num_kv_heads` is the model's number of KV heads, which several ranks may share. If it is 0, each rank has
+        distinct heads. Raises ConfigError if a block does not consist of contiguous ranges, or if layers differ in
+        shape.
         """
         tensors = [tensor for layers in ranks for tensor in layers.values()]
         first = tensors[0]
@@ -38,18 +40,18 @@ class BlockMemory:
             raise ConfigError(f"a KV block of {num_elements} elements is not one of {block_size} tokens")
         self.copies = num_heads * len(ranks) // (num_kv_heads or num_heads * len(ranks))
         num_heads_in_all = num_heads * len(ranks) // self.copies
-        # A slot has a key and a value; a latent vector travels in two halves.
+        # A slot stores a key and a value. A latent vector is transferred in two halves.
         self.layout = PageLayout(len(ranks[0]), num_heads_in_all, slot_elements // 2, block_size, first.dtype)
         self.parts = [_pieces(list(layers.values())).view(torch.uint8) for layers in ranks]
         piece_elements = self.parts[0].shape[2] // first.element_size()
         self.is_cut_by_heads = num_heads * first.stride(1) == piece_elements
-        """Whether the heads of all ranks, piece by piece, are the page that a single rank has."""
+        """Whether the heads of all ranks, piece by piece, form the same page as on a single rank."""
 
 
 class BlockGenerations:
-    """Which use of each block it is, as far as transfers must know: another one begins when a sender loses blocks.
+    """Generations of blocks, as far as transfers need them. A new generation starts when a sender loses blocks.
 
-    Otherwise the blocks of a transfer stay what they are until it lets them go.
+    Otherwise the blocks of a transfer do not change until it releases them.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -62,15 +64,15 @@ class BlockGenerations:
         return tuple(self._generations[page_id] for page_id in page_ids)
 
     def end_use(self, page_ids: Iterable[int]) -> None:
-        """Makes transfers that read these blocks notice that they have lost them."""
+        """Starts a new generation, so that transfers that read these blocks detect the loss."""
         for page_id in page_ids:
             self._generations[page_id] += 1
 
 
 def _pieces(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One view [P, N, elements of a piece] over all layers, which vLLM has in one allocation at equal distances.
+    """Returns one view [P, N, elements of a piece] over all layers, which vLLM allocates at equal distances.
 
-    Raises ConfigError where it has not.
+    Raises ConfigError if vLLM's memory has another layout.
     """
     first = tensors[0]
     num_layers, num_blocks, num_elements = len(tensors), first.shape[0], first[0].numel()
@@ -79,7 +81,7 @@ def _pieces(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len(distances) > 1 or len({one.untyped_storage().data_ptr() for one in tensors}) > 1:
         raise ConfigError("vLLM's layers are not in one piece of memory at equal distances")
     memory = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
-    if first.stride(0) == num_layers * num_elements:  # blocks outermost, whatever is inside
+    if first.stride(0) == num_layers * num_elements:  # blocks outermost, regardless of the inner layout
         return memory.as_strided((1, num_blocks, num_layers * num_elements), (0, first.stride(0), 1), offsets[0])
     span = 1 + sum((size - 1) * stride for size, stride in zip(first.shape[1:], first.stride()[1:], strict=True))
     if span != num_elements:

@@ -1,8 +1,8 @@
-"""What vLLM's scheduler is told about blocks that transfers fill or read; pure bookkeeping, without vLLM.
+"""Tracks the blocks that transfers fill or read, for vLLM's scheduler. Pure bookkeeping, without vLLM.
 
-A request whose tokens arrive by a transfer has its blocks from a step on, and is not computed until `arrived`. The
-blocks of a held request stay until `let_go`, however the request ended. Both are told to vLLM with the next step.
-Belongs to the engine thread.
+A request whose tokens arrive by a transfer gets its blocks in a step, and is not computed until `arrive`. The blocks of
+a held request stay until `let_go`, however the request ended. vLLM is notified of both in the next step. Belongs to the
+engine thread.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from worker.vllm.core import OnBlocks
 
 
 class Scheduled(NamedTuple):
-    """A step computes `num_tokens` tokens of a request, from `start` on."""
+    """A step computes `num_tokens` tokens of a request from position `start`."""
 
     request_id: str
     start: int
@@ -21,7 +21,7 @@ class Scheduled(NamedTuple):
 
 
 class News(NamedTuple):
-    """Requests whose tokens have all arrived, or will not, and requests whose blocks no transfer reads any longer."""
+    """Requests whose transfer into their blocks has ended, and requests whose blocks no transfer reads any longer."""
 
     arrived: tuple[str, ...]
     let_go: tuple[str, ...]
@@ -29,7 +29,7 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class _Awaited:
-    """A request whose first `num_tokens` tokens arrive by a transfer. It `has_blocks` once vLLM has given it some."""
+    """A request whose first `num_tokens` tokens arrive by a transfer. `has_blocks` once vLLM has allocated them."""
 
     num_tokens: int
     on_blocks: OnBlocks
@@ -37,11 +37,11 @@ class _Awaited:
 
 
 class TransferBooks:
-    """Requests with blocks that a transfer has, by vLLM's ids, and what the step that runs is made of."""
+    """Requests with blocks used by a transfer, by vLLM's request IDs, and the contents of the current step."""
 
     def __init__(self, on_preempted: Callable[[str], None] = lambda request_id: None) -> None:
         self.on_preempted = on_preempted
-        """Called with a request that has just lost its blocks, before any of them is written to."""
+        """Called with a request that has just lost its blocks, before any of them is overwritten."""
         self._awaited: dict[str, _Awaited] = {}
         self._held: set[str] = set()
         self._arrived: list[str] = []
@@ -49,66 +49,66 @@ class TransferBooks:
         self._scheduled: list[Scheduled] = []
         self._preempted: list[str] = []
 
-    # --- what the engine says ---
+    # --- calls from the engine ---
 
     def await_tokens(self, request_id: str, num_tokens: int, on_blocks: OnBlocks) -> None:
-        """Notes a request whose first tokens arrive by a transfer."""
+        """Registers a request whose first tokens arrive by a transfer."""
         self._awaited[request_id] = _Awaited(num_tokens, on_blocks)
 
     def arrive(self, request_id: str) -> None:
-        """Ends a transfer into the blocks of a request, complete or not; vLLM hears of it if there were blocks."""
+        """Ends a transfer into a request, complete or not. Notifies vLLM if the request had blocks."""
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and awaited.has_blocks:
             self._arrived.append(request_id)
 
     def hold(self, request_id: str) -> None:
-        """Has the blocks of a request stay until `let_go`."""
+        """Retains the blocks of a request until `let_go`."""
         self._held.add(request_id)
 
     def let_go(self, request_id: str, *, has_ended: bool) -> None:
-        """Lets vLLM free the blocks of a held request; of one that `has_ended` with the next step's news."""
+        """Allows vLLM to free the blocks of a held request. If it `has_ended`, vLLM is notified in the next step."""
         self._held.discard(request_id)
         if has_ended:
             self._let_go.append(request_id)
 
     @property
     def has_news(self) -> bool:
-        """Whether the next step tells vLLM anything."""
+        """Returns whether the next step has updates for vLLM."""
         return bool(self._arrived or self._let_go)
 
     @property
     def num_requests(self) -> int:
-        """Requests with blocks that a transfer has or waits for."""
+        """Returns the number of requests whose blocks are used by a transfer, or that wait for blocks."""
         return len(self._awaited) + len(self._held)
 
     def take_step(self) -> tuple[list[Scheduled], list[str]]:
-        """Returns what the last step computed, and which requests were preempted before it."""
+        """Returns the work of the last step, and the requests that were preempted before it."""
         scheduled, self._scheduled = self._scheduled, []
         preempted, self._preempted = self._preempted, []
         return scheduled, preempted
 
-    # --- what vLLM says and asks, within a step ---
+    # --- calls from vLLM, within a step ---
 
     def num_to_arrive(self, request_id: str, num_cached_tokens: int) -> int:
-        """Returns how many tokens arrive beyond the cached ones; 0 for a request that is computed here.
+        """Returns how many tokens arrive in addition to the cached tokens, or 0 for a request that is computed here.
 
-        Also 0 for one that has had its tokens and was preempted: they are not sent again.
+        Returns 0 too for a request that received its tokens and was preempted, because they are not sent again.
         """
         awaited = self._awaited.get(request_id)
         return 0 if awaited is None else awaited.num_tokens - num_cached_tokens
 
     def note_blocks(self, request_id: str, block_ids: Sequence[int], num_to_arrive: int) -> None:
-        """Tells the transfer of a request which blocks it writes into."""
+        """Passes the blocks of a request to its transfer, which writes into them."""
         awaited = self._awaited[request_id]
         awaited.has_blocks = True
         awaited.on_blocks(tuple(block_ids), awaited.num_tokens - num_to_arrive)
 
     def note_scheduled(self, scheduled: Scheduled) -> None:
-        """Notes what the step computes."""
+        """Records the work of the step."""
         self._scheduled.append(scheduled)
 
     def note_preempted(self, request_ids: Iterable[str]) -> None:
-        """Notes requests that lost their blocks for this step."""
+        """Records requests that lost their blocks in this step."""
         for request_id in request_ids:
             self._preempted.append(request_id)
             self.on_preempted(request_id)
@@ -118,11 +118,11 @@ class TransferBooks:
         return request_id in self._awaited
 
     def is_held(self, request_id: str) -> bool:
-        """Returns whether the blocks of a request stay when it ends."""
+        """Returns whether the blocks of a request are retained when it ends."""
         return request_id in self._held
 
     def take_news(self) -> News:
-        """Returns what has become of transfers since the last step."""
+        """Returns the updates of transfers since the last step."""
         news = News(tuple(self._arrived), tuple(self._let_go))
         self._arrived, self._let_go = [], []
         return news

@@ -1,6 +1,6 @@
-"""What the two engines ask of vLLM, in this project's words: requests by id, steps, and blocks by number.
+"""The interface of the two engines to vLLM: requests by ID, steps, and blocks by number.
 
-`worker.vllm.running.RunningCore` is vLLM behind it. Everything belongs to the engine thread. Knows neither role.
+`worker.vllm.running.RunningCore` implements it with vLLM. Belongs to the engine thread. Does not depend on the role.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import Outcome
 
 OnBlocks = Callable[[tuple[int, ...], int], None]
-"""Called within a step, before it computes, with the blocks of a request whose first tokens arrive by a transfer, in
-the order of the tokens, and the number of leading tokens that are cached in them."""
+"""Called within a step, before its computation, with the blocks of a request whose first tokens arrive by a transfer,
+in token order, and the number of leading tokens that are cached in them."""
 
 
 class Computed(NamedTuple):
-    """What a step computed of a request: `num_tokens` tokens from `start` on, and what came of it.
+    """The result of a step for a request: `num_tokens` tokens from position `start`, and the outcome.
 
-    `block_ids` are all its blocks, in the order of the tokens, where the request is one that is held, else none.
-    `outcome` is None where the step ends before the last known token. `has_ended` says that vLLM has ended the request,
-    as it does after the most tokens that it may give.
+    `block_ids` are all blocks of a held request, in token order. They are empty for other requests. `outcome` is None
+    if the step ends before the last known token. `has_ended` is set if vLLM has ended the request, for example at its
+    token limit.
     """
 
     request_id: str
@@ -35,32 +35,35 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step of vLLM. `preempted` lost their blocks before it and will be computed again from their first token."""
+    """A step of vLLM.
+
+    Requests in `preempted` lost their blocks before it and will be recomputed from their first token.
+    """
 
     computed: tuple[Computed, ...]
     preempted: tuple[str, ...]
     has_more: bool
-    """Whether another step would do anything, should no command come before it."""
+    """Whether another step would have work without a further command."""
     changes: PageChanges = field(default_factory=PageChanges.none)
-    """Which blocks are found by their names since this step, and which no longer."""
+    """Blocks that entered or left the prefix cache in this step."""
 
 
 class Core(Protocol):
-    """vLLM's scheduler and executor. A request is known from `add` to its end in a step, or to `abort`."""
+    """vLLM's scheduler and executor. A request is registered from `add` until it ends in a step, or until `abort`."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Returns the number of tokens per block."""
         ...
 
     def add(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> None:
-        """Puts a sequence in line, to be computed here."""
+        """Queues a sequence to be computed here."""
         ...
 
     def add_held(self, request_id: str, sequence: Sequence, *, salt: bytes, service_class: int) -> tuple[int, ...]:
-        """Puts a prompt in line of which one token is chosen; its blocks stay as they are until `let_go`.
+        """Queues a prompt that samples one token. Its blocks do not change until `let_go`.
 
-        Returns the blocks of its first tokens that are cached already, which stay, too.
+        Returns the cached blocks of its first tokens, which do not change either.
         """
         ...
 
@@ -74,15 +77,15 @@ class Core(Protocol):
         service_class: int,
         adapter: str = "",
     ) -> None:
-        """Asks for blocks for tokens whose KV arrives by a transfer; nothing is computed until `arrived`."""
+        """Requests blocks for tokens whose KV arrives by a transfer. Nothing is computed until `arrived`."""
         ...
 
     def arrived(self, request_id: str, sequence: Sequence) -> None:
-        """Lets an awaited request continue as `sequence`, whose first tokens are those that have arrived."""
+        """Continues an awaited request as `sequence`, which starts with the received tokens."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, of which nothing is read or written any longer, and frees its blocks by the next step."""
+        """Ends a request and frees its blocks by the next step. No transfer may access the blocks."""
         ...
 
     def let_go(self, request_id: str) -> None:
@@ -94,14 +97,17 @@ class Core(Protocol):
         ...
 
     def counts(self) -> PageCounts:
-        """The blocks by state. vLLM does not tell free blocks from cached ones: both are free."""
+        """Returns the number of blocks by state.
+
+        Cached blocks count as free, because vLLM does not distinguish them.
+        """
         ...
 
     def check_books(self) -> None:
-        """Raises InvariantViolated where a request or a block is held although nothing is asked for."""
+        """Raises InvariantViolated if a request or block is still held while the engine is idle."""
         ...
 
 
 def request_ids(prefix: str) -> Iterator[str]:
-    """Yields ids that vLLM has not seen: it may still hold the blocks of an earlier request under a key."""
+    """Yields IDs that are new to vLLM, because it may still hold blocks of an earlier request with the same key."""
     return (f"{prefix}{number}" for number in count())

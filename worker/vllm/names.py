@@ -1,8 +1,8 @@
-"""The cluster's names of vLLM's cached blocks, as they come and go; without vLLM.
+"""Translates vLLM's cached blocks to the cluster's page names as they are stored and evicted. Works without vLLM.
 
-vLLM tells of blocks by hashes of its own, which no gateway can compute. The names of pages
-(`services.runtime.page_keys`) follow from the tokens that it tells along, and from the salt, which the hash of a first
-block is made with.
+vLLM identifies blocks by its own hashes, which a gateway cannot compute. The names of pages
+(`services.runtime.page_keys`) are derived from the tokens that vLLM reports with each block, and from the salt, which
+is part of the hash of a first block.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.runtime.page_keys import KeyChain, PageKey
 
 @dataclass(slots=True)
 class _Named:
-    """A name, the salt that all names of its chain are made with, and the number of blocks that have it."""
+    """A name, the salt of its chain, and the number of blocks with this name."""
 
     key: PageKey
     salt: bytes
@@ -22,7 +22,7 @@ class _Named:
 
 
 class BlockNames:
-    """Blocks that can be found, by vLLM's hashes. Belongs to the engine thread."""
+    """Blocks in the prefix cache, by vLLM's hashes. Belongs to the engine thread."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -33,9 +33,9 @@ class BlockNames:
     def stored(
         self, hashes: Sequence[object], token_ids: Sequence[int], *, parent: object | None, salt: bytes | None
     ) -> None:
-        """Notes blocks in a row that can be found from now on: their tokens, and the block before the first of them.
+        """Records consecutive blocks that entered the cache: their tokens, and the block before the first of them.
 
-        `salt` is that of a prompt's first block. A row is left alone if the block before it is not known.
+        `salt` is given for the first block of a prompt. Ignores the blocks if the block before them is unknown.
         """
         before = None if parent is None else self._named.get(parent)
         if before is not None:
@@ -53,7 +53,7 @@ class BlockNames:
                 self._note(key, self._added, self._evicted)
 
     def removed(self, hashes: Sequence[object]) -> None:
-        """Notes blocks that cannot be found any longer; another one with the same hash still can."""
+        """Records blocks that left the cache. Other blocks with the same hash remain."""
         for block_hash in hashes:
             named = self._named.get(block_hash)
             if named is None:
@@ -64,7 +64,7 @@ class BlockNames:
                 self._note(named.key, self._evicted, self._added)
 
     def take_changes(self) -> PageChanges:
-        """Returns what has changed since the last call."""
+        """Returns the changes since the last call."""
         changes = PageChanges(tuple(self._added), tuple(self._evicted))
         self._added, self._evicted = {}, {}
         return changes
@@ -72,6 +72,6 @@ class BlockNames:
     @staticmethod
     def _note(key: PageKey, here: dict[PageKey, None], there: dict[PageKey, None]) -> None:
         if key in there:
-            del there[key]  # back to what was told last
+            del there[key]  # same state as in the last report
         else:
             here[key] = None

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a prefill worker: prompts of which one token is chosen, and whose blocks are sent on."""
+"""vLLM as the engine of a prefill worker. Each prompt samples one token, and its blocks are sent to a decode worker."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from worker.vllm.core import Computed, Core, request_ids
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt from `begin` to `release`, and how much of it was reported."""
+    """A prompt from `begin` to `release`, and how much of it has been reported."""
 
     key: Hashable
     sequence: Sequence
@@ -25,10 +25,10 @@ class _Prompt:
 
 
 class VllmPrefill(PrefillEngine):
-    """Prompts by their keys and vLLM's ids.
+    """Prompts by their keys and vLLM's IDs.
 
-    The pages of prompts that are released with `is_kept` are kept by nothing but vLLM's prefix cache: the next attempt
-    begins behind those that are still there.
+    Pages of prompts released with `is_kept` are retained only by vLLM's prefix cache. The next attempt starts after the
+    pages that are still cached.
     """
 
     def __init__(self, core: Core, *, clock: Clock, on_report: Callable[[PrefillReport], None]) -> None:
@@ -57,7 +57,7 @@ class VllmPrefill(PrefillEngine):
             self._core.let_go(request_id)
 
     def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
-        """Implements PrefillEngine: pages are never kept apart from vLLM's prefix cache."""
+        """Implements PrefillEngine. Returns None, because only vLLM's prefix cache retains pages."""
         return None
 
     def drop_kept(self, key: Hashable) -> None:
@@ -85,7 +85,7 @@ class VllmPrefill(PrefillEngine):
             self._core.check_books()
 
     def _chunk(self, computed: Computed) -> ComputedChunk | None:
-        """What to report of a prompt; None: all of it was reported before it was preempted."""
+        """Returns the new part of a prompt to report, or None if it was reported before a preemption."""
         prompt = self._prompts.get(computed.request_id)
         end = computed.start + computed.num_tokens
         if prompt is None or end <= prompt.num_tokens:

@@ -1,7 +1,7 @@
-"""The program of every rank but the first of a worker with vLLM: runs vLLM's worker by the calls that rank 0 sends.
+"""The program of every rank except the first in a worker with vLLM. Runs vLLM's worker on calls from rank 0.
 
-`python -m worker.vllm.rank RANK PARENT_PID COMMANDS_FD LIFE_FD`, started by `worker.vllm.ranks` only. Calls and answers
-are pickled, as vLLM's own are: nothing but a parent and its child has the ends of the socket.
+`python -m worker.vllm.rank RANK PARENT_PID COMMANDS_FD LIFE_FD`, started only by `worker.vllm.ranks`. Calls and replies
+are pickled, like vLLM's own. Pickle is safe here because only a parent and its child hold the ends of the socket.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a rank is told first: the model, the file where ranks meet, and the threads of each rank."""
+    """The first message to a rank: the model, the rendezvous file, and the number of threads per rank."""
 
     config: "VllmConfig"
     meeting: str
@@ -40,19 +40,19 @@ class Call:
 
 
 def connection(peer: socket.socket) -> Connection:
-    """Returns a socket's connection, of a file of its own, through which objects are sent."""
+    """Returns a connection over a duplicate of the socket's file descriptor, for sending objects."""
     return Connection(os.dup(peer.fileno()))
 
 
 def _serve(rank: int, commands: socket.socket) -> None:
     peer = connection(commands)
-    from torch import set_num_threads  # by its name: vLLM puts a function in its place that does nothing
+    from torch import set_num_threads  # imported by name, because vLLM replaces the module's function with a no-op
     from vllm.platforms import current_platform
     from vllm.v1.serial_utils import run_method
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     try:
-        peer.send(None)  # everything that takes long to import is imported
+        peer.send(None)  # signals that all slow imports are done
         beginning: Beginning = peer.recv()
         set_num_threads(beginning.threads)
         worker = WorkerWrapperBase(rpc_rank=rank)

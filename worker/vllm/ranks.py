@@ -1,8 +1,8 @@
-"""vLLM on several ranks: the first one is this process, where tokens are chosen, and each other one is a child of it.
+"""vLLM on several ranks. The first rank is this process, which samples the tokens. Each other rank is a child process.
 
-vLLM's own executor for several ranks has all of them in other processes. There, a token could not be chosen by what the
-engine knows of the answer, and pages would be out of reach. Here, rank 0 calls vLLM's worker on the engine thread, as
-with a single rank, after it has told the others to do the same; and it maps their blocks.
+vLLM's own multi-rank executor runs every rank in another process. Sampling there could not use the engine's state of a
+response, and its pages would be inaccessible. Here, rank 0 first sends each call to the other ranks and then calls
+vLLM's worker on the engine thread, as with a single rank. It also maps the blocks of the other ranks.
 """
 
 import mmap
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RANKS_EXECUTOR = "worker.vllm.ranks.RanksExecutor"
-"""As vLLM's setting `distributed_executor_backend` takes it."""
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its room is asked for
+"""Value for vLLM's setting `distributed_executor_backend`."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - used only to query its free space
 
 
 class RanksExecutor(UniProcExecutor):
@@ -50,7 +50,7 @@ class RanksExecutor(UniProcExecutor):
 
     def _distributed_args(self) -> tuple[str, int, int]:
         meeting, rank, local_rank = super()._distributed_args()
-        for peer in self._peers:  # one that cannot even import vLLM is noticed before anything waits for it
+        for peer in self._peers:  # detects a rank that cannot even import vLLM before anything waits for it
             peer.recv()
         self._tell(Beginning(self.vllm_config, meeting, torch.get_num_threads()))
         return meeting, rank, local_rank
@@ -66,8 +66,8 @@ class RanksExecutor(UniProcExecutor):
     ) -> Any:
         """Calls a method on every rank, and returns after the last of them has finished.
 
-        With `single_value`, as in a step, the result is that of the first rank. The others only acknowledge: their
-        parts of the step's pages are written then.
+        With `single_value`, as in a step, the result is the first rank's result. The other ranks only acknowledge,
+        after they have written their parts of the step's pages.
         """
         with self._explained():
             self._tell(Call(method, args, kwargs or {}, is_answered=not single_value))
@@ -83,19 +83,19 @@ class RanksExecutor(UniProcExecutor):
 
     @property
     def loss(self) -> TandemError | None:
-        """Why the ranks have ended, once they have; asked from any thread."""
+        """Returns why the ranks have ended, or None while they run. Callable from any thread."""
         return self._processes.loss
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks from 1 on."""
+        """Returns the process IDs of the ranks from 1 on."""
         return self._processes.pids
 
     def shutdown(self) -> None:
-        """Ends all ranks. May be called again."""
+        """Stops all ranks. May be called again."""
         is_whole = self.loss is None
         self._processes.close()
-        if is_whole:  # otherwise a step may still run here, which waits for a rank that has ended
+        if is_whole:  # otherwise a step may still run here and wait for a rank that has ended
             super().shutdown()
 
     def _tell(self, said: Beginning | Call) -> None:
@@ -105,14 +105,14 @@ class RanksExecutor(UniProcExecutor):
 
     @contextmanager
     def _explained(self) -> "Iterator[None]":
-        """Errors of talking to a rank, and of computing with it, become the reason for which it has ended."""
+        """Replaces errors of communicating or computing with a rank by the reason why the rank ended."""
         try:
             yield
         except (EOFError, OSError) as error:
             raise self._processes.explain(error) from error
         except RuntimeError as error:
             explained = self._processes.explain(error)
-            if self.loss is None:  # the model's, or this rank's own
+            if self.loss is None:  # an error of the model or of this rank
                 raise
             raise explained from error
 
@@ -137,16 +137,16 @@ class _SharedBlocks:
 
 
 def blocks_of_ranks(executor: RanksExecutor) -> list[Mapping[str, torch.Tensor]]:
-    """Returns each layer's blocks by its name, of each rank in order; the other ranks' are in memory shared with them.
+    """Returns each layer's blocks by name, for each rank in order. Blocks of other ranks are in shared memory.
 
-    Raises ConfigError where there is no room for that.
+    Raises ConfigError if shared memory is too small.
     """
     own, *others = executor.collective_rpc(_share_blocks)
     return [own, *(_map_blocks(one) for one in others)]
 
 
 def _share_blocks(worker: Any) -> dict[str, torch.Tensor] | _SharedBlocks:
-    """Runs in each rank: returns its blocks on the first one, and moves them to shared memory on the others."""
+    """Runs in each rank: returns the blocks of the first rank, or moves them to shared memory on another rank."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, TandemConnector), "the settings name this connector"
     layers = connector.kv_caches
@@ -160,8 +160,8 @@ def _share_blocks(worker: Any) -> dict[str, torch.Tensor] | _SharedBlocks:
             f"{_SHARED_MEMORY} has {room.f_bavail * room.f_frsize} bytes, and the KV memory of a rank takes "
             f"{storage.nbytes()}: lower --kv-memory, or give it more"
         )
-    # The views that vLLM's layers have follow the storage to its new place.
-    fd, num_bytes = storage._share_fd_cpu_()  # what pickling it for a process does
+    # The views in vLLM's layers follow the storage to shared memory.
+    fd, num_bytes = storage._share_fd_cpu_()  # the same call that pickling for a process uses
     views = {name: _View(int(one.storage_offset()), one.shape, one.stride()) for name, one in layers.items()}
     return _SharedBlocks(f"/proc/{os.getpid()}/fd/{fd}", num_bytes, first.dtype, views)
 

@@ -1,4 +1,4 @@
-"""What vLLM's workers refuse at their start and of requests, each in a sentence. Knows nothing of vLLM itself."""
+"""The settings and request options that vLLM workers reject, with one-line reasons. Does not depend on vLLM."""
 
 from services.engine.steps.sequence import Sampling
 from services.runtime.errors import ConfigError, NotOffered
@@ -11,13 +11,13 @@ _SETTINGS = {
     "speculative": "its answers could not be resumed with the same choices",
     "draft_model": "its answers could not be resumed with the same choices",
 }
-"""Settings of either worker that vLLM has nothing for, and why."""
+"""Settings of either worker that vLLM does not support, and why."""
 _NOTHING = (None, 0, 1, "off")
-"""Their values that ask for nothing."""
+"""Values that leave a setting disabled."""
 
 
 def refuse_settings(settings: WorkerConfig) -> None:
-    """Raises ConfigError for settings that ask for what vLLM's workers do not have."""
+    """Raises ConfigError for settings that vLLM workers do not support."""
     for name, reason in _SETTINGS.items():
         value = getattr(settings, name, None)
         if value not in _NOTHING:
@@ -25,7 +25,7 @@ def refuse_settings(settings: WorkerConfig) -> None:
 
 
 def refuse_request(sampling: Sampling) -> None:
-    """Raises NotOffered for what vLLM's workers cannot give."""
+    """Raises NotOffered for request options that vLLM workers do not support."""
     if sampling.prompt_logprobs is not None:
         raise NotOffered(
             "this model is computed with vLLM, which does not report a prompt's log-probabilities here",

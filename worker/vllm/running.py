@@ -1,9 +1,9 @@
-"""vLLM's EngineCore, stepped in this process by the engine thread, as the `Core` of the two engines.
+"""Runs vLLM's EngineCore in this process, on the engine thread, as the `Core` of both engines.
 
-What is used of vLLM beyond its public names, all of it here: `EngineCore.scheduler` with its `requests` and its cache
-manager's `get_computed_blocks`, `get_block_ids`, watermark and block pool, and the fields of a waiting `Request` that
-`Scheduler._update_request_as_session` changes too; `Scheduler.kv_event_publisher`, in whose place another one is put;
-and its queues and `_preempt_request`, as `Scheduler.reset_prefix_cache` uses them.
+All uses of vLLM beyond its public API are in this module: `EngineCore.scheduler` with its `requests`, its cache
+manager's `get_computed_blocks`, `get_block_ids`, watermark, and block pool, and the fields of a waiting `Request` that
+`Scheduler._update_request_as_session` modifies too. It also replaces `Scheduler.kv_event_publisher`, and uses the
+scheduler's queues and `_preempt_request` in the way that `Scheduler.reset_prefix_cache` does.
 """
 
 import threading
@@ -32,7 +32,7 @@ from worker.vllm.sampling import TokenChoice, sampling_params
 
 
 class _Asked(NamedTuple):
-    """What vLLM is asked to compute, at most `max_tokens` tokens behind `token_ids`."""
+    """Work for vLLM: generate at most `max_tokens` tokens after `token_ids`."""
 
     token_ids: list[int]
     max_tokens: int
@@ -44,11 +44,10 @@ class _Asked(NamedTuple):
 class RunningCore:
     """An EngineCore with a TandemConnector.
 
-    `claim_thread` is called on each thread before the first step there, such as the engine thread after the one that
-    has loaded the model.
-    `await_writes` is called after each step, before its blocks are reported. It returns after the device's last write.
-    `on_preempted` is called with the blocks that a held request has just lost, before any of them is written to.
-    `adapters` are those that requests name.
+    `claim_thread` is called on each thread before its first step, for example on the engine thread after another thread
+    loaded the model. `await_writes` is called after each step, before its blocks are reported, and returns after the
+    device's last write. `on_preempted` is called with the blocks that a held request has just lost, before any of them
+    is overwritten. `adapters` maps the names in requests to adapters.
     """
 
     def __init__(
@@ -80,11 +79,11 @@ class RunningCore:
         self._held_blocks: dict[str, tuple[int, ...]] = {}
         """The blocks of each held request after the last step that computed any of it."""
         self._touched: dict[str, list[Any]] = {}
-        """The cached blocks that a held request was promised, until vLLM has scheduled it."""
+        """The cached blocks reserved for a held request until vLLM schedules it."""
         self._awaited_blocks: dict[str, int] = {}
-        """How many blocks each awaited request has for tokens that have not arrived."""
+        """Number of blocks of each awaited request whose tokens have not arrived."""
         self._left_out: Request | None = None
-        """The best request that the last step had neither blocks nor a place for."""
+        """The best-ranked request that the last step did not schedule for lack of blocks or batch slots."""
 
     @property
     def block_size(self) -> int:
@@ -101,7 +100,7 @@ class RunningCore:
         self._books.hold(request_id)
         asked = _Asked(sequence.prompt_token_ids, 1, salt, service_class, sequence.adapter)
         request = self._add(request_id, asked, TokenChoice(sequence))
-        # They are sent before the prompt has its turn, and must not be given to another one until then.
+        # Cached blocks are sent before the prompt is scheduled, so they must not be evicted until then.
         (cached,) = self._cache.get_computed_blocks(request)[0].blocks
         self._pool.touch(cached)
         self._touched[request_id] = list(cached)
@@ -132,8 +131,8 @@ class RunningCore:
         prompt_token_ids = request.prompt_token_ids
         assert prompt_token_ids is not None, "requests are made of tokens"
         more = sequence.token_ids[len(prompt_token_ids) :]
-        # As if the request had been made of these tokens: the ones that have arrived, and behind them those of the
-        # answer that are known. It waits, so that no rank has seen it.
+        # Makes the request look as if it had been created with the received tokens plus the known tokens of the
+        # response. It is still waiting, so no rank has seen it.
         prompt_token_ids.extend(more)
         request._all_token_ids.extend(more)
         request.num_prompt_tokens = len(prompt_token_ids)
@@ -193,9 +192,10 @@ class RunningCore:
             )
 
     def _best_left_out(self, num_tokens: int) -> Request | None:
-        """Returns the best request that waits for blocks or a place after a step of `num_tokens` tokens.
+        """Returns the best-ranked request that still waits for blocks or a batch slot, after a step of `num_tokens`.
 
-        None where more tokens might not have been taken in either.
+        Returns None if the step used up its token budget, because the request may then have waited for the budget
+        instead.
         """
         scheduler = self._scheduler
         if num_tokens >= scheduler.max_num_scheduled_tokens:
@@ -204,9 +204,9 @@ class RunningCore:
         return min((*arrived, *scheduler.waiting), default=None)
 
     def _preempt_worse(self) -> None:
-        """Preempts answers of worse classes where the request that was left out gets in by that.
+        """Preempts sequences of worse classes if that admits the best waiting request.
 
-        vLLM preempts for requests that run, and lets one that waits wait, whatever its class.
+        vLLM preempts only in favor of running requests. A waiting request waits, whatever its class.
         """
         scheduler, waiting = self._scheduler, self._left_out
         if waiting is None or waiting.request_id not in scheduler.requests:
@@ -233,7 +233,7 @@ class RunningCore:
 
     @property
     def _num_blocks(self) -> int:
-        return int(self._pool.num_gpu_blocks) - 1  # the first is vLLM's own, for places that mean nothing
+        return int(self._pool.num_gpu_blocks) - 1  # vLLM reserves the first block for padding
 
     def _add(self, request_id: str, asked: "_Asked", choice: TokenChoice) -> Request:
         self._choices[request_id] = choice
@@ -275,17 +275,17 @@ class RunningCore:
 
 
 class _NamesBlocks(EventPublisher):
-    """Tells BlockNames what vLLM says of its cached blocks within each step."""
+    """Forwards vLLM's cache events of each step to BlockNames."""
 
     def __init__(self, names: BlockNames) -> None:
         super().__init__()
         self._names = names
 
     def publish(self, events: EventBatch) -> None:
-        """Passes on what a step has stored and removed."""
+        """Forwards the blocks that a step stored and removed."""
         for event in events.events:
             if isinstance(event, BlockStored):
-                # A request's salt stands at the end of what the hash of its first block is made of beside tokens.
+                # The salt of a request is the last extra key in the hash of its first block.
                 first = (event.extra_keys or (None,))[0]
                 salt = bytes.fromhex(first[-1]) if event.parent_block_hash is None and first else None
                 self._names.stored(event.block_hashes, event.token_ids, parent=event.parent_block_hash, salt=salt)
@@ -295,9 +295,9 @@ class _NamesBlocks(EventPublisher):
                 assert not isinstance(event, AllBlocksCleared), "nothing here asks vLLM to forget its blocks"
 
     def shutdown(self) -> None:
-        """Ends nothing."""
+        """Does nothing."""
 
 
 def _num_left(sequence: Sequence) -> int:
-    """How many tokens its answer may still have."""
+    """Returns the number of tokens that the response may still have."""
     return sequence.sampling.max_tokens - sequence.num_generated_tokens

@@ -1,15 +1,15 @@
-"""How vLLM's tokens are chosen: by this project's sampler, in the place of vLLM's.
+"""Samples vLLM's tokens with this project's sampler instead of vLLM's.
 
-A request goes to vLLM as a greedy one that carries a `TokenChoice`. A processor of logits, which vLLM calls with the
-logits of the whole batch, has `services.engine.sampling` choose, and leaves vLLM one token to find the likeliest. So
-everything that a request asks for (noise by seed and position, penalties, `min_tokens`, biases, grammars,
-log-probabilities) means what it means with this project's engine, and an answer that is resumed on another worker draws
-as it would have drawn; vLLM's own noise is a stream that begins anew there, and its penalties and `min_tokens` count
-what was emitted before as prompt.
+A request is sent to vLLM as a greedy request that carries a `TokenChoice`. A logits processor, which vLLM calls with
+the logits of the whole batch, samples with `services.engine.sampling` and makes the sampled token the most likely one.
+Therefore all options of a request (noise by seed and position, penalties, `min_tokens`, biases, grammars,
+log-probabilities) have the same meaning as with the native engine, and a response that is resumed on another worker
+continues with the same random draws. vLLM's own noise is a stream that would restart on the other worker, and its
+penalties and `min_tokens` would count emitted tokens as part of the prompt.
 
-`OnRunnerV1` and `OnRunnerV2` are for vLLM's two model runners, of which it makes one by itself. Both live where the
-model runs, on the engine thread. A choice is an object that both sides share, so the model's first rank runs in this
-process. The other ranks, whose choices know nothing, are told what it has chosen.
+`OnRunnerV1` and `OnRunnerV2` are for vLLM's two model runners, which create one of them. Both run where the model runs,
+on the engine thread. A choice is an object shared by both sides, so the first rank of the model must run in this
+process. The other ranks have empty choices and receive the sampled tokens.
 """
 
 import math
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 RUNNER_V1 = "worker.vllm.sampling:OnRunnerV1"
 RUNNER_V2 = "worker.vllm.sampling:OnRunnerV2"
-"""As vLLM's setting `logits_processors` takes them, one of the two."""
+"""Values for vLLM's setting `logits_processors`. One of the two applies."""
 _KEY = "tandem"
-"""Under which a request's extra arguments have its choice."""
+"""Key of the choice in the extra arguments of a request."""
 
 
 class TokenChoice:
-    """How the tokens of one request are chosen, shared by the engine, which sets `sequence`, and the processor.
+    """Selects the tokens of one request. Shared by the engine, which sets `sequence`, and the processor.
 
-    At a place for which the sequence has a token already (an earlier attempt emitted it, or another worker chose it),
-    that token is taken; behind its end, one is sampled. The engine appends each token to the sequence before the next
-    step. Without a sequence, nothing may be computed of the request.
+    If the sequence already has a token at a position (an earlier attempt emitted it, or another worker sampled it), the
+    choice returns that token. After the end of the sequence, it samples one. The engine appends each token to the
+    sequence before the next step. Without a sequence, vLLM must not compute the request.
     """
 
     __slots__ = ("outcome", "sequence")
@@ -52,16 +52,16 @@ class TokenChoice:
     def __init__(self, sequence: Sequence | None = None) -> None:
         self.sequence = sequence
         self.outcome: SampledToken | NonFiniteLogits | None = None
-        """What the last step chose; it has no meaning where vLLM gives no token of the request after that step."""
+        """Outcome of the last step. Undefined if vLLM returned no token for the request in that step."""
 
     def __reduce__(self) -> tuple[type["TokenChoice"], tuple[()]]:
-        return TokenChoice, ()  # another rank chooses nothing
+        return TokenChoice, ()  # another rank samples nothing
 
 
 def sampling_params(choice: TokenChoice, *, max_tokens: int) -> SamplingParams:
-    """Returns what vLLM is asked: `max_tokens` tokens at most, each of them chosen by `choice`.
+    """Returns vLLM's sampling parameters: at most `max_tokens` tokens, each selected by `choice`.
 
-    vLLM stops nowhere else; `Sequence.finish_reason` tells where the answer ends.
+    vLLM has no other stop condition, because `Sequence.finish_reason` decides where the response ends.
     """
     return SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={_KEY: choice}
@@ -69,22 +69,22 @@ def sampling_params(choice: TokenChoice, *, max_tokens: int) -> SamplingParams:
 
 
 class OnRunnerV1(LogitsProcessor):
-    """Chooses in vLLM's first model runner, which is the one for processors."""
+    """Samples in vLLM's first model runner, which supports processors of this type."""
 
     def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
         self._chooser = _Chooser(device)
         self._choices: dict[int, tuple[TokenChoice, int, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Says that greedy requests are concerned, too: all of them are."""
+        """Returns False, because the processor changes the result of greedy requests, and all requests are greedy."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the requests from row to row."""
+        """Tracks the batch index of each request."""
         process_dict_updates(self._choices, batch_update, _choice_of)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leaves the token that is chosen in each row of `logits` [B, V] as the likeliest, in place."""
+        """Makes the selected token of each row of `logits` [B, V] the most likely one, in place."""
         rows = ((row, choice, num + len(generated)) for row, (choice, num, generated) in self._choices.items())
         return self._chooser.choose(logits, rows)
 
@@ -92,20 +92,20 @@ class OnRunnerV1(LogitsProcessor):
 def _choice_of(
     params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
 ) -> tuple[TokenChoice, int, list[int]] | None:
-    """Returns a request's choice, the length of its prompt and the list that vLLM appends its tokens to."""
+    """Returns a request's choice, the length of its prompt, and the list to which vLLM appends its tokens."""
     choice = (params.extra_args or {}).get(_KEY)
     return None if choice is None else (choice, len(prompt_token_ids or ()), output_token_ids)
 
 
 class OnRunnerV2(LogitsProcessorV2):
-    """Chooses in vLLM's second model runner, which is the one for GPUs."""
+    """Samples in vLLM's second model runner, which vLLM uses on GPUs."""
 
     def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
         self._chooser = _Chooser(req_states.device)
         self._choices: dict[int, TokenChoice] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Notes the choice of the request that has a slot from now on."""
+        """Records the choice of the request that was assigned to a slot."""
         choice = (sampling_params.extra_args or {}).get(_KEY)
         if choice is None:
             self._choices.pop(req_idx, None)
@@ -114,9 +114,9 @@ class OnRunnerV2(LogitsProcessorV2):
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Leaves the token that is chosen in each row of `logits` [B, V] as the likeliest, in place.
+        """Makes the selected token of each row of `logits` [B, V] the most likely one, in place.
 
-        The rows are those of the requests in order, as nothing is guessed.
+        Without draft tokens, each request has exactly one row, in order.
         """
         positions = ctx.seq_lens_upper_bound_np.tolist()
         slots = enumerate(ctx.idx_mapping_np.tolist())
@@ -125,17 +125,19 @@ class OnRunnerV2(LogitsProcessorV2):
 
 
 class _Chooser:
-    """What both processors do with logits."""
+    """The shared sampling logic of both processors."""
 
     def __init__(self, device: torch.device) -> None:
         self._kernels = _kernels() if device.type == "cpu" else None
         self._ranks: GroupCoordinator = get_tp_group()
 
     def choose(self, logits: torch.Tensor, rows: Iterable[tuple[int, TokenChoice, int]]) -> torch.Tensor:
-        """Decides rows of `logits` [B, V] float32 by their number, choice and position; returns `logits`, changed.
+        """Selects tokens for rows of `logits` [B, V] float32, given as (row, choice, position).
 
-        A row of a prompt of which only a part is computed has the logits of an earlier place. vLLM drops what is chosen
-        there, and nothing is changed by it.
+        Returns `logits`, modified.
+
+        If a step computes only part of a prompt, its row has the logits of an earlier position. vLLM drops the token
+        selected there, and selecting it changes no state.
         """
         chosen = self._chosen(logits, rows) if self._ranks.is_first_rank else {}
         if self._ranks.world_size > 1:
@@ -179,7 +181,7 @@ def _index(values: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels() -> Kernels | None:
-    """Returns the CPU kernels, which choose the same tokens in less time, where they can be built."""
+    """Returns the CPU kernels, which sample the same tokens faster, or None if they cannot be built."""
     try:
         return load_kernels()
     except KernelsUnavailable:
