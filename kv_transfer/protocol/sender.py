@@ -170,10 +170,7 @@ class SenderTransfer:
         return self._release_when_idle()
 
     def on_chunk_stale(self, now: float) -> list[Action]:
-        """Fails the transfer, because pages of a chunk were reused before they were read.
-
-        None of it may be committed.
-        """
+        """Fails the transfer, because pages of a chunk were reused before they were read."""
         self._num_outstanding -= 1
         error = TransferFailed("pages were given to another use while they were sent")
         return self.fail(error, now=now) + self._release_when_idle()

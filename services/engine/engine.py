@@ -127,11 +127,7 @@ class EngineParts:
         """Implements LoadedModel. Accepts all sampling parameters."""
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
-        """Returns everything that determines the generated tokens.
-
-        The caller identifies the vocabulary and the grammars, because the engine uses no tokenizer and parses no
-        grammar.
-        """
+        """Returns everything that determines the generated tokens, except the vocabulary and the grammars."""
         return AnswerIdentity(
             engine=ENGINE,
             weights=self.fingerprint,
@@ -202,10 +198,7 @@ def load_engine(
 
 
 def _config_digest(config: ModelConfig) -> str:
-    """Returns a digest (16 hex digits) of all values read from config.json.
-
-    Equal weights may use different rotations.
-    """
+    """Returns a digest (16 hex digits) of all values read from config.json: rotations are not in the weights."""
     values = dataclasses.asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}
     return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
 

@@ -255,10 +255,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that is ready to compute.
-
-    `packed` contains all items except reported prompts, and is None without items.
-    """
+    """A step that is ready to compute. `packed` contains all items except reported prompts; None without items."""
 
     plan: StepPlan
     packed: Packed | None

@@ -501,7 +501,7 @@ async def partition(options: Options) -> Row:
                 _ip(f"-n {name} {command}")
         except (OSError, subprocess.CalledProcessError) as error:
             return Row("partition", skipped=f"no pair of network devices can be made: {error}")
-        flags = {"decode-0": [f"--host={subnet}.2"]}
+        flags = {"decode-0": [f"--host={subnet}.2", "--insecure"]}
         async with session("partition", options, worker_flags=flags, netns={"decode-0": name}) as opened:
             opened.detection_s = DETECTION_S
 

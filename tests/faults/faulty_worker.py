@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any
 
-from kv_transfer import prefixes, receiving, sending
+from kv_transfer import link_dialling, prefixes, receiving
 from kv_transfer import send_thread as posting
 from kv_transfer import wire as link
 from kv_transfer.link_end import LinkSetup
@@ -194,7 +194,7 @@ class Corruption:
 
 
 def _wrap_hello(kind: str) -> None:
-    greet = sending._greet
+    greet = link_dialling._greet
     hurt_peers: set[str] = set()
 
     async def greet_hurt(call: Any, hello: Hello) -> Any:
@@ -208,7 +208,7 @@ def _wrap_hello(kind: str) -> None:
                 hello = dataclasses.replace(hello, peer_incarnation="0" * 32)
         return await greet(call, hello)
 
-    sending._greet = greet_hurt
+    link_dialling._greet = greet_hurt
 
 
 class _HurtfulChannel:
