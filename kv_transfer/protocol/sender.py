@@ -297,10 +297,7 @@ class SenderLink:
         return tuple(self._transfers.values())
 
     def reserve(self, transfer_id: TransferId, num_tokens: int, *, deadline: float, now: float) -> list[Action]:
-        """Starts a transfer.
-
-        Raises the error that ended the Link, and TransferFailed if the transfer is already running.
-        """
+        """Starts a transfer. Raises the error that ended the Link, and TransferFailed if it is already running."""
         if self.lost is not None:
             raise self.lost.again()
         if transfer_id in self._transfers:
