@@ -143,7 +143,7 @@ format-check: install-dev ## whether `make format` would change anything
 lint: install-dev ## ruff's rules, and the English of docstrings, comments, texts and pages
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) tools/prose.py
-	$(PYTHON_IN) tools/prose_index.py
+	$(PYTHON_IN) -m tools.prose_index
 
 types: install-dev ## mypy, strict
 	$(PYTHON_IN) -m mypy

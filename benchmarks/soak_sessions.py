@@ -25,8 +25,10 @@ SIMULATED = ".simulated:1"
 """Suffix of the address of a simulated worker. The prefix is the worker's incarnation."""
 STEP_S, TOKENS_PER_STEP = 0.02, 4
 FRAMES_PER_TURN = 64
-"""Maximum number of messages for one turn of the event loop. A read from the socket contains those of 1,000 sessions,
-which have one connection each outside this benchmark."""
+"""Maximum number of messages per turn of the event loop.
+
+One read from the shared socket may contain messages of 1,000 sessions. Real sessions have a connection each.
+"""
 _HEADER = struct.Struct(">II")
 
 

@@ -1,4 +1,4 @@
-"""Counts constructions of translated English per 1,000 words: `tools/prose_index.py [--worst N] [SCOPE…]`.
+"""Counts constructions of translated English per 1,000 words: `python -m tools.prose_index [--worst N] [SCOPE…]`.
 
 Prints the index of each scope, and fails if it exceeds the scope's limit in `prose_index.toml`. `--worst` prints the
 texts with the most constructions instead. `make lint` runs it.
@@ -12,11 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tools import prose
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools import prose  # noqa: E402
-
 SETTINGS = Path(__file__).with_suffix(".toml")
 SCOPES = {
     "README": ["README.md", "CONTRIBUTING.md"],
@@ -129,7 +127,7 @@ def main() -> int:
             continue
         over = index.per_1000 > limits[scope]
         is_over = is_over or over
-        verdict = "  EXCEEDED: tools/prose_index.py --worst 20 shows where" if over else ""
+        verdict = "  EXCEEDED: python -m tools.prose_index --worst 20 shows where" if over else ""
         sys.stdout.write(
             f"{scope:<34}{index.num_words:>8} words{index.per_1000:>7.1f} per 1,000, limit {limits[scope]:g}{verdict}\n"
         )

@@ -125,7 +125,7 @@ class PairCircuits:
 
     def forget(self, worker_id: str) -> None:
         """Drops the circuits of a worker that has left."""
-        for pair in [pair for pair in {*self._breakers.known(), *self._reasons} if worker_id in pair]:
+        for pair in [pair for pair in {*self._breakers.known(), *self._reasons, *self._doubted} if worker_id in pair]:
             self._reasons.pop(pair, None)
             self._doubted.discard(pair)
             self._breakers.forget(pair)

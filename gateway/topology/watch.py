@@ -311,11 +311,11 @@ class AttemptWatch:
             self._probes[worker_id] = probe
 
     def asked(self) -> Stage:
-        """Records that the decode worker was asked for capacity. `answered` or `end` follows."""
+        """Starts the stage of an admission: the decode worker must reply. `answered` or `end` follows."""
         return self._begin(self._decode_id, 0.0)
 
     def answered(self, stage: Stage) -> None:
-        """Ends such a stage. Its time is that of the network and of two event loops, and no measure of the worker."""
+        """Ends the stage of an admission. Does not judge its duration, which mostly measures the network."""
         self._stages.remove(stage)
         self._watch.heard(stage, is_done=True)
 

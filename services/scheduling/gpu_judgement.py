@@ -1,4 +1,4 @@
-"""Whether a GPU is healthy, degraded or not to be used, by what its driver reports. Pure."""
+"""Evaluates the health readings of a GPU: healthy, degraded, or out of use. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from services.runtime.gpu_facts import GpuFacts
 
 
 class GpuState(StrEnum):
-    """What is to be done with a GPU."""
+    """Verdict on a GPU."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -15,38 +15,37 @@ class GpuState(StrEnum):
 
 
 HARMLESS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Faults of a program, not of the GPU, as listed in NVIDIA's device plugin for Kubernetes."""
+"""XID errors caused by a program and not by the GPU, as listed in NVIDIA's device plugin for Kubernetes."""
 DEGRADING_XIDS = frozenset({63, 92, 94})
-"""Row remapping recorded, many corrected errors, a contained error: the GPU still works, and should be looked at."""
+"""XID errors after which the GPU still works: recorded row remapping, many corrected errors, a contained error."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """The limits beyond which a GPU counts as degraded or is not used; weights are shares of its full speed."""
+    """Limits beyond which a GPU counts as degraded or is not used. Weights are fractions of its full speed."""
 
     default_slowdown_c: float = 90.0
-    """The temperature at which a GPU slows down, where it does not say so itself."""
+    """Temperature at which a GPU slows down, in °C, if its driver does not report one."""
     hot_margin_c: float = 5.0
-    """A GPU this close to that temperature is degraded."""
+    """Distance below that temperature, in °C, at which a GPU counts as degraded."""
     out_above_c: float = 5.0
-    """A GPU this far above that temperature is out: its own throttling does not help."""
+    """Distance above that temperature, in °C, at which a GPU is out of use, because its throttling does not help."""
     min_free_share: float = 0.01
-    """A GPU with less free memory than this is degraded: the driver's next allocation fails."""
+    """Fraction of free memory below which a GPU is degraded, because the driver's next allocation may fail."""
     weights: tuple[tuple[str, float], ...] = (
         ("hw_thermal", 0.5),
         ("hw_power_brake", 0.5),
         ("hw_slowdown", 0.5),
         ("sw_thermal", 0.7),
     )
-    """Weights by reason for throttling, without `sw_power_cap`: many GPUs are at their power limit whenever they are
-    busy, and what that costs is measured."""
+    """Weights by throttling reason. `sw_power_cap` is missing, because busy GPUs often reach their power limit."""
     suspect_weight: float = 0.5
-    """The weight of a GPU that is degraded for any other reason."""
+    """Weight of a GPU that is degraded for any other reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuJudgement:
-    """The judgement of a GPU. `weight`: its share of full speed; `reasons` name what was found, for log and status."""
+    """Verdict with its reasons, which logs and status views show. `weight` is a fraction of the full speed."""
 
     state: GpuState = GpuState.OK
     weight: float = 1.0
@@ -57,7 +56,10 @@ GPU_OK = GpuJudgement()
 
 
 def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
-    """Judges a GPU: uncorrected errors, failed remapping, own faults or great heat put it out; the rest degrades it."""
+    """Returns the verdict on a GPU.
+
+    Uncorrected errors, failed row remapping, hardware faults, and overheating put it out of use. The rest degrades it.
+    """
     limits = limits or GpuLimits()
     out: list[str] = []
     degraded: list[tuple[str, float]] = [(name, w) for name, w in limits.weights if name in facts.throttle_reasons]

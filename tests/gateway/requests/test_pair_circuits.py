@@ -362,6 +362,14 @@ def test_a_worker_that_left_takes_its_counted_errors_with_it(circuits):
     assert circuits.has_blocked
 
 
+def test_a_worker_that_leaves_after_a_long_pause_leaves_no_doubt_behind(circuits, clock):
+    circuits.failed(attempt_of("p", "d"), TransferFailed("broke"))
+    clock.advance(FORGET_AFTER_S + 1)
+    circuits.failed(attempt_of("p", "e"), TransferFailed("broke"))
+    circuits.forget("d")
+    assert not circuits.is_in_doubt(("p", "d"))
+
+
 def test_an_error_of_a_process_that_has_left_does_not_count_against_its_successor(circuits):
     circuits.failed(attempt_of("p", "d", incarnation="0"), PeerUnreachable("cut"))
     assert not circuits.has_blocked
